@@ -1,0 +1,37 @@
+# `make serve` answers a chat request on a CPU, `make test` proves that everything works; both set up what is missing.
+#
+#   PYTHON            the interpreter that the virtual environment is made from (3.11 or newer)
+#   TORCH_INDEX_URL   where to look for another build of torch, a CPU one on Linux for example
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: setup serve test lint format
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Manta needs Python 3.11 or newer; choose one with make PYTHON=..." >&2; exit 1; }
+	@echo "Setting up .venv; this takes a minute or two."
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) -e '.[dev]'
+	@touch $@
+
+serve: setup
+	$(BIN)/manta models fetch demo
+	$(BIN)/serve run serve_configs/demo.yaml
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	$(BIN)/python -m pytest

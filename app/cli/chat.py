@@ -1,0 +1,140 @@
+"""`manta chat`: a conversation in the terminal with a running service."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.cli.errors import fail
+from app.cli.sampling import Seed, Stop, Temperature, TopK, TopP
+
+if TYPE_CHECKING:
+    from openai import OpenAI, OpenAIError
+
+SERVICE_ERROR = 1
+
+
+def chat(
+    url: Annotated[str, typer.Option(help="Where the service is.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="[default: the first one that the service has]")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to start with.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """Talk to a running service. Ctrl-C stops an answer, Ctrl-D ends, /reset starts afresh."""
+    from openai import OpenAI, OpenAIError
+
+    client = OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key="none", max_retries=0)
+    try:
+        served = [each.id for each in client.models.list()]
+    except OpenAIError as error:
+        raise fail(_sentence(error, url), SERVICE_ERROR) from None
+    if not served or (model is not None and model not in served):
+        raise fail(f"the service at {url} has {', '.join(served) or 'no models'}" + (f", not {model}" if model else ""))
+    options = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    conversation = Conversation(client, model or served[0], system, given)
+    failed = False
+    for line in _lines():
+        if line == "/reset":
+            conversation.reset()
+            continue
+        try:
+            with closing(conversation.answer(line)) as answer:
+                for text in answer:
+                    typer.echo(text, nl=False)
+            typer.echo()
+        except KeyboardInterrupt:
+            typer.echo(" …")
+        except OpenAIError as error:
+            fail(_sentence(error, url))
+            failed = True
+    if failed and not sys.stdin.isatty():
+        raise typer.Exit(SERVICE_ERROR)
+
+
+class Conversation:
+    """Messages so far, and the way to the next one."""
+
+    def __init__(self, client: OpenAI, model: str, system: str | None, options: dict[str, Any]) -> None:
+        self._client = client
+        self._model = model
+        self._system = system
+        self._options = options
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def answer(self, question: str) -> Generator[str, None, None]:
+        """The answer's text as it comes.
+
+        An answer that was stopped stays as far as it came; a question without any is taken back.
+        """
+        messages = [*self.messages, {"role": "user", "content": question}]
+        parts: list[str] = []
+        body = {"model": self._model, "messages": messages, "stream": True, **self._options}
+        try:
+            with self._client.chat.completions.create(**_known(body)) as stream:
+                for chunk in stream:
+                    for choice in chunk.choices:
+                        if choice.delta.content:
+                            parts.append(choice.delta.content)
+                            yield choice.delta.content
+        finally:
+            if parts:
+                self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+
+
+def _known(body: dict[str, Any]) -> dict[str, Any]:
+    """The openai client takes fields that OpenAI does not have as `extra_body`."""
+    extra = {"top_k": body.pop("top_k")} if "top_k" in body else {}
+    return {**body, "extra_body": extra}
+
+
+def _lines() -> Iterator[str]:
+    """What the user says, until the end of the input; Ctrl-C forgets the line."""
+    asks = sys.stdin.isatty()
+    if asks:
+        import readline  # noqa: F401  # gives input() its line editing
+    while True:
+        try:
+            line = input("> " if asks else "").strip()
+        except EOFError:
+            if asks:
+                typer.echo()
+            return
+        except KeyboardInterrupt:
+            if not asks:
+                raise
+            typer.echo()
+            continue
+        if line:
+            yield line
+
+
+def _sentence(error: OpenAIError, url: str) -> str:
+    from openai import APIConnectionError, APIError
+
+    if isinstance(error, APIConnectionError):
+        return f"no service answers at {url}: {error.__cause__ or error}"
+    if isinstance(error, APIError):
+        detail = error.body.get("message") if isinstance(error.body, dict) else None
+        return str(detail or error.message)
+    return str(error)

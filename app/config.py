@@ -1,0 +1,168 @@
+"""What a service is told: the `args` of the application in a Serve config file.
+
+Ray ignores keys that it does not know. These models refuse them, and name the field and what it may be.
+"""
+
+import re
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from engine.config import EngineConfig
+from engine.sampling_params import InvalidParameter
+
+CONTROL_CALLS = 64
+"""Room in Ray's limit on a replica's calls for its streams (one an ingress) and for short messages."""
+
+
+class _Strict(BaseModel):
+    """Refuses unknown keys, saying which known one may have been meant."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_unknown_keys(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            for key in given:
+                if key not in cls.model_fields:
+                    near = get_close_matches(str(key), cls.model_fields, n=1)
+                    known = ", ".join(cls.model_fields)
+                    hint = f"did you mean '{near[0]}'?" if near else f"known: {known}"
+                    raise PydanticCustomError("unknown_key", "{message}", {"message": f"unknown key '{key}'; {hint}"})
+        return given
+
+
+class ModelDeployment(_Strict):
+    """One model and the replicas that serve it."""
+
+    name: str = Field(min_length=1, max_length=200, description="What clients put into `model`.")
+    model: str = Field(min_length=1, description="`demo`, a folder, a `.gguf` file or a hub id.")
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the engine, all but `model`: max_model_len, max_num_seqs, num_threads, …",
+    )
+    num_replicas: int = Field(default=1, ge=1, description="Engines that serve it, one a process.")
+    num_cpus: float = Field(
+        default=1.0,
+        ge=0,
+        description="Logical CPUs that Ray reserves for a replica; rounded down, it bounds the engine's CPU threads.",
+    )
+    num_gpus: float = Field(default=0.0, ge=0, description="GPUs that Ray reserves for a replica.")
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="Custom Ray resources of a replica, such as a node type."
+    )
+    max_queued_requests: int = Field(
+        default=256,
+        ge=0,
+        description="Requests that may wait in a replica beyond those that it runs; more are answered with 429.",
+    )
+    max_ongoing_requests: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Ray's own limit on the calls in a replica. By default it is high enough for max_num_seqs and "
+            "max_queued_requests, so that the replica decides; a lower value makes requests wait at the ingress."
+        ),
+    )
+    replica_wait_s: float = Field(
+        default=10.0, ge=0, description="Seconds that a request waits while no replica is up; then 503."
+    )
+    lease_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds after which a replica aborts the requests of an ingress that does not answer.",
+    )
+    health_check_period_s: float = Field(
+        default=5.0, gt=0, description="Seconds between health checks; the third failure replaces the replica."
+    )
+    health_check_timeout_s: float = Field(default=30.0, gt=0, description="Seconds a health check may take.")
+    graceful_shutdown_timeout_s: float = Field(
+        default=120.0, ge=0, description="Seconds that a stopping replica has to finish its requests."
+    )
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> "ModelDeployment":
+        try:
+            self.engine_config()
+        except InvalidParameter as error:
+            raise PydanticCustomError("engine", "engine.{message}", {"message": str(error)}) from None
+        return self
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's configuration.
+
+        Raises:
+            InvalidParameter: an argument is unknown or out of range.
+        """
+        if "model" in self.engine:
+            raise InvalidParameter("model", "model: belongs beside `engine`, not into it")
+        try:
+            return EngineConfig.from_args(self.model, self.engine)
+        except TypeError as error:
+            raise InvalidParameter("engine", f"engine: {error}") from None
+
+    @property
+    def deployment_name(self) -> str:
+        """The Serve deployment's name: no character that Ray or a metrics page minds."""
+        return "model-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", self.name)
+
+    @property
+    def ongoing_limit(self) -> int:
+        """Ray's max_ongoing_requests."""
+        if self.max_ongoing_requests is not None:
+            return self.max_ongoing_requests + CONTROL_CALLS
+        return self.engine_config().max_num_seqs + self.max_queued_requests + CONTROL_CALLS
+
+
+class Ingress(_Strict):
+    """The processes that speak HTTP: authorise, tokenize, route, detokenize."""
+
+    num_replicas: int = Field(default=1, ge=1, description="Ingress processes.")
+    num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs that Ray reserves for each.")
+    max_ongoing_requests: int = Field(default=1000, ge=1, description="HTTP requests that one answers at a time.")
+    max_body_bytes: int = Field(default=8 << 20, ge=1, description="A longer body is refused with 413.")
+    max_choices: int = Field(default=256, ge=1, description="Most completions of one request: prompts times n.")
+    request_timeout_s: float | None = Field(
+        default=None, gt=0, description="Seconds until a request that still runs is given up with 504; null is never."
+    )
+    heartbeat_s: float = Field(
+        default=15.0, gt=0, description="Seconds between SSE comments on a stream that has nothing to say yet."
+    )
+    coalesce_s: float = Field(
+        default=0.08, ge=0, description="Most seconds that a token waits for others of its stream under load."
+    )
+    metrics_timeout_s: float = Field(
+        default=2.0, gt=0, description="Seconds that /metrics waits for other processes; who is later is left out."
+    )
+    health_check_period_s: float = Field(default=5.0, gt=0, description="Seconds between health checks.")
+    health_check_timeout_s: float = Field(default=30.0, gt=0, description="Seconds a health check may take.")
+    graceful_shutdown_timeout_s: float = Field(
+        default=120.0, ge=0, description="Seconds that a stopping ingress has to finish its requests."
+    )
+    access_log: bool = Field(default=True, description="Log one line a request.")
+
+
+class ServiceConfig(_Strict):
+    """Everything that `app.main:build` takes."""
+
+    models: list[ModelDeployment] = Field(min_length=1, description="What is served, the default model first.")
+    ingress: Ingress = Field(default_factory=Ingress, description="The HTTP side.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="INFO", description="Of all processes of the service."
+    )
+
+    @field_validator("models")
+    @classmethod
+    def _distinct_names(cls, models: list[ModelDeployment]) -> list[ModelDeployment]:
+        for attribute in ("name", "deployment_name"):
+            seen: set[str] = set()
+            for model in models:
+                value = getattr(model, attribute)
+                if value in seen:
+                    text = f"name '{model.name}' is used twice, or differs from another in special characters only"
+                    raise PydanticCustomError("duplicate_name", "{message}", {"message": text})
+                seen.add(value)
+        return models

@@ -1,0 +1,371 @@
+"""The ingress's side of the transport: an EngineClient over the replicas of a Ray Serve deployment."""
+
+import asyncio
+import contextvars
+import logging
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from typing import Any
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import RayServeException, RequestCancelledError
+from ray.serve.handle import DeploymentHandle
+
+from app.router.index import ReplicaIndex, replica_index
+from app.transport import (
+    CallEnd,
+    EngineFailed,
+    KVSnapshot,
+    NoReplica,
+    ReplicaDied,
+    StreamItem,
+    TransportError,
+    unpack,
+)
+from engine.outputs import EngineOutput
+from engine.request import EngineRequest, FinishReason
+
+logger = logging.getLogger("ray.serve")
+
+RETIRE_AFTER_S = 1.0
+"""How long the stream of a replica that takes no more requests stays open after the last one that is known to run
+there: a call that was sent just before may not be known yet."""
+
+REOPEN_PAUSE_S = 0.2
+ABORT_RETRY_S = 0.05
+
+
+class _Call:
+    """One prompt's way through a replica, as the ingress sees it."""
+
+    def __init__(self, requests: tuple[EngineRequest, ...], started: float) -> None:
+        self.requests = requests
+        self.started = started
+        self.unfinished = {request.request_id for request in requests}
+        self.outputs: list[EngineOutput] = []
+        self.error: Exception | None = None
+        self.news = asyncio.Event()
+        self.response: Any = None
+        self.task: asyncio.Task[None] | None = None
+        # The stream that will bring its last outputs, once the replica has said that they are on it.
+        self.stream_id: str | None = None
+
+    @property
+    def call_id(self) -> str:
+        return self.requests[0].request_id
+
+    def take(self, output: EngineOutput) -> None:
+        if output.request_id in self.unfinished:
+            self.outputs.append(output)
+            if output.finished:
+                self.unfinished.discard(output.request_id)
+            self.news.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error, after whatever has already come. Later ends change nothing."""
+        if self.unfinished and self.error is None:
+            self.error = error
+            self.news.set()
+
+    def cancel(self) -> None:
+        """Takes the call back from wherever it is; the replica aborts what it had of it."""
+        if self.task is not None and not self.task.done():
+            if self.response is not None:
+                self.response.cancel()
+            self.task.cancel()
+
+
+class _Link:
+    """The stream from one replica, opened again when it breaks, for as long as the replica is a member."""
+
+    def __init__(self, replica_id: str) -> None:
+        self.replica_id = replica_id
+        self.stream_id = ""
+        self.task: asyncio.Task[None] | None = None
+        self.retiring: asyncio.Task[None] | None = None
+        self.aborts: set[str] = set()
+        self.abort_task: asyncio.Task[None] | None = None
+        self.snapshot_task: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        for task in (self.task, self.retiring, self.abort_task, self.snapshot_task):
+            if task is not None:
+                task.cancel()
+
+
+class RayEngineClient:
+    """Serves EngineRequests by the replicas of one deployment. Lives on one event loop.
+
+    Args:
+        handle: of an LLMReplica deployment whose request router is the LoadRouter.
+        ingress_id: this process's name towards the replicas, unique over time.
+        ingress: this process's actor; replicas abort what it leaves behind. None where there is no actor.
+        replica_wait_s: how long a request waits while no replica is up, one may be starting.
+    """
+
+    def __init__(
+        self, handle: DeploymentHandle[Any], *, ingress_id: str, ingress: ActorHandle[Any] | None, replica_wait_s: float
+    ) -> None:
+        self._handle = handle
+        self._ingress_id = ingress_id
+        self._ingress = ingress
+        self._replica_wait_s = replica_wait_s
+        self._index = replica_index(handle.app_name, handle.deployment_name)
+        self._links: dict[str, _Link] = {}
+        self._calls: dict[str, _Call] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._closed = False
+        self._unsubscribe = self._index.subscribe(self._members_changed)
+        # Ray makes the router, which then learns of the replicas, when a handle's options are first asked for.
+        self._generate = handle.options(method_name="generate")
+        self._outputs = handle.options(method_name="outputs", stream=True)
+        self._sync_links()
+
+    @property
+    def replicas(self) -> ReplicaIndex:
+        """What is known of the replicas."""
+        return self._index
+
+    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncIterator[list[EngineOutput]]:
+        """See EngineClient. Close the iterator (`aclosing`) where it is left early."""
+        call = _Call(tuple(requests), self._loop.time())
+        self._index.begin(call.call_id, len(requests))
+        for request in requests:
+            self._calls[request.request_id] = call
+        if not self._index.members:
+            self._expect_replica()
+        try:
+            call.task = self._start(self._run(call))
+            while True:
+                if call.outputs:
+                    outputs, call.outputs = call.outputs, []
+                    yield outputs
+                elif not call.unfinished:
+                    return
+                elif call.error is not None:
+                    raise call.error
+                else:
+                    call.news.clear()
+                    await call.news.wait()
+        finally:
+            for request in requests:
+                self._calls.pop(request.request_id, None)
+            if call.unfinished:
+                call.cancel()
+            self._index.end(call.call_id)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """See EngineClient. Some of a prompt's children on a replica that is draining run to their end nevertheless."""
+        by_call: dict[_Call, set[str]] = {}
+        for request_id in request_ids:
+            call = self._calls.get(request_id)
+            if call is not None and request_id in call.unfinished:
+                by_call.setdefault(call, set()).add(request_id)
+        for call, ids in by_call.items():
+            if ids == call.unfinished:
+                # Taking the whole call back is cheaper than a message, and reaches it wherever it is.
+                call.cancel()
+                for request_id in sorted(ids):
+                    call.take(EngineOutput(request_id, finish_reason=FinishReason.ABORT))
+                continue
+            link = self._links.get(self._index.replica_of(call.call_id) or "")
+            if link is None:
+                self._loop.call_later(ABORT_RETRY_S, self.abort, ids)
+                continue
+            link.aborts |= ids
+            if link.abort_task is None or link.abort_task.done():
+                link.abort_task = self._start(self._send_aborts(link))
+
+    async def call_replicas(self, method: str, timeout_s: float) -> dict[str, Any]:
+        """Calls a method of every replica; those that fail or take too long are left out."""
+
+        async def call(replica_id: str) -> Any:
+            return await asyncio.wait_for(self._call_pinned(method, replica_id), timeout_s)
+
+        replica_ids = sorted(self._index.members)
+        tasks = [self._loop.create_task(call(i), context=contextvars.Context()) for i in replica_ids]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for replica_id, result in zip(replica_ids, results, strict=True):
+            if isinstance(result, BaseException):
+                logger.warning("replica_call_failed method=%s replica=%s error=%r", method, replica_id, result)
+        return {i: r for i, r in zip(replica_ids, results, strict=True) if not isinstance(r, BaseException)}
+
+    async def close(self) -> None:
+        """Closes the streams, which aborts what is unfinished on the replicas, and fails the calls."""
+        self._closed = True
+        self._unsubscribe()
+        for call in list(self._calls.values()):
+            call.cancel()
+            call.fail(NoReplica("the service is shutting down"))
+        for link in self._links.values():
+            link.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- calls ----
+
+    async def _run(self, call: _Call) -> None:
+        """The unary call of a prompt, from its start to its end."""
+        try:
+            call.response = self._generate.remote(call.requests, self._ingress_id)
+            end: CallEnd = await call.response
+        except asyncio.CancelledError:
+            # Where nobody cancelled us, Ray cancelled the call: its replica was stopped.
+            call.fail(ReplicaDied("the replica was stopped"))
+            return
+        except Exception as error:
+            call.fail(_transport_error(error))
+            return
+        if end.error is not None:
+            call.fail(end.error)
+        elif call.unfinished:
+            call.stream_id = end.stream_id
+            if all(link.stream_id != end.stream_id for link in self._links.values()):
+                call.fail(ReplicaDied("the stream from the replica broke"))
+
+    def _expect_replica(self) -> None:
+        self._loop.call_later(self._replica_wait_s, self._fail_unrouted)
+
+    def _fail_unrouted(self) -> None:
+        if self._index.members:
+            return
+        # With the inaccuracy of the loop's timers: the call that set this one must not be missed.
+        latest = self._loop.time() - self._replica_wait_s + 0.01
+        for call in set(self._calls.values()):
+            if call.started <= latest and self._index.replica_of(call.call_id) is None:
+                call.cancel()
+                call.fail(NoReplica("no replica of the model is up; try again in a moment"))
+
+    # ---- streams ----
+
+    def _members_changed(self) -> None:
+        """Called on the router's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._sync_links)
+        except RuntimeError:
+            # The loop was closed without close(): nobody is left to care.
+            return
+
+    def _sync_links(self) -> None:
+        if self._closed:
+            return
+        members = self._index.members
+        for replica_id in members - self._links.keys():
+            link = self._links[replica_id] = _Link(replica_id)
+            link.task = self._start(self._read(link))
+        for replica_id, link in self._links.items():
+            if replica_id not in members and link.retiring is None:
+                link.retiring = self._start(self._retire(link))
+        if not members:
+            self._expect_replica()
+
+    async def _read(self, link: _Link) -> None:
+        """Keeps a replica's stream open and hands out what it brings."""
+        while link.retiring is None:
+            link.stream_id = uuid.uuid4().hex
+            stream: Any = None
+            try:
+                stream = self._outputs.remote(
+                    self._ingress_id, link.stream_id, self._ingress, pinned_to=link.replica_id
+                )
+                async for data in stream:
+                    self._receive(link, unpack(data))
+                reason = "the replica closed it"
+            except RayActorError:
+                reason = "the replica died"
+            except (RayError, RayServeException, TransportError) as error:
+                reason = str(error).strip().rsplit("\n", 1)[-1]
+            finally:
+                if stream is not None:
+                    stream.cancel()
+                self._lost(link)
+            if link.replica_id in self._index.members:
+                logger.warning("stream_lost replica=%s reason=%s", link.replica_id, reason)
+            await asyncio.sleep(REOPEN_PAUSE_S)
+
+    def _receive(self, link: _Link, item: StreamItem) -> None:
+        for output in item.outputs:
+            call = self._calls.get(output.request_id)
+            if call is not None:
+                call.take(output)
+        self._index.record_load(link.replica_id, item.load)
+        if self._index.apply_events(link.replica_id, item.kv_seq, item.kv_events):
+            link.snapshot_task = self._start(self._fetch_snapshot(link))
+
+    def _lost(self, link: _Link) -> None:
+        """Ends the calls whose last outputs were on a stream that broke. The others hear it from the replica."""
+        stream_id, link.stream_id = link.stream_id, ""
+        if link.snapshot_task is not None:
+            # It would come into a later stream's events.
+            link.snapshot_task.cancel()
+        self._index.forget_blocks(link.replica_id)
+        for call in set(self._calls.values()):
+            if call.stream_id == stream_id:
+                call.fail(ReplicaDied("the stream from the replica broke"))
+
+    async def _retire(self, link: _Link) -> None:
+        """Closes the stream of a replica that takes no more requests, once ours have ended."""
+        idle_s = 0.0
+        while idle_s < RETIRE_AFTER_S:
+            await asyncio.sleep(RETIRE_AFTER_S / 5)
+            if link.replica_id in self._index.members:
+                # It was only out of Ray's sight for a moment.
+                link.retiring = None
+                if link.task is None or link.task.done():
+                    link.task = self._start(self._read(link))
+                return
+            idle_s = 0.0 if self._index.in_flight(link.replica_id) else idle_s + RETIRE_AFTER_S / 5
+            if link.task is None or link.task.done():
+                break
+        del self._links[link.replica_id]
+        link.retiring = None
+        link.cancel()
+
+    # ---- messages to one replica ----
+
+    async def _call_pinned(self, method: str, replica_id: str, *args: Any) -> Any:
+        return await self._handle.options(method_name=method).remote(*args, pinned_to=replica_id)
+
+    async def _send_aborts(self, link: _Link) -> None:
+        while link.aborts:
+            ids, link.aborts = tuple(link.aborts), set()
+            try:
+                await self._call_pinned("abort", link.replica_id, ids)
+            except (RayError, RayServeException, TransportError) as error:
+                logger.warning("abort_failed replica=%s error=%s", link.replica_id, type(error).__name__)
+
+    async def _fetch_snapshot(self, link: _Link) -> None:
+        try:
+            snapshot: KVSnapshot = await self._call_pinned("kv_snapshot", link.replica_id)
+        except (RayError, RayServeException, TransportError) as error:
+            logger.warning("kv_snapshot_failed replica=%s error=%s", link.replica_id, type(error).__name__)
+            self._index.forget_blocks(link.replica_id)
+        else:
+            self._index.restore_blocks(link.replica_id, snapshot.seq, snapshot.stored)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a coroutine that makes handle calls in a context of its own.
+
+        Ray keeps a request's internal id in the context, and a router confuses calls that share one.
+        """
+        task = self._loop.create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _transport_error(error: Exception) -> Exception:
+    """What a failed handle call means to the request that it carried."""
+    cause = getattr(error, "cause", None) or error
+    match cause:
+        case TransportError():
+            return cause
+        case RayActorError():
+            return ReplicaDied("the replica died while it served the request")
+        case RequestCancelledError():
+            return ReplicaDied("the replica was stopped")
+        case RayServeException():
+            return NoReplica(f"no replica takes the request: {cause}")
+    logger.error("generate_failed", exc_info=error)
+    return EngineFailed("the engine met a fault of its own")

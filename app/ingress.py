@@ -1,0 +1,123 @@
+"""The deployment that speaks HTTP: it makes the OpenAI-compatible application and gives it the models to serve."""
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Metric
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from app.config import ModelDeployment, ServiceConfig
+from app.engine_client import RayEngineClient
+from app.metrics import collect_families, render
+from app.openai.application import create_app
+from app.openai.metrics import IngressMetrics
+from app.openai.served_model import Limits, ServedModel
+from app.transport import NoReplica
+from engine.hub import load_model_config
+from engine.processor import Processor
+from engine.tokenizer import load_tokenizer
+
+logger = logging.getLogger("ray.serve")
+
+
+@serve.ingress()
+class IngressDeployment:
+    """One ingress process. Everything runs on Serve's loop for user code.
+
+    Args:
+        config: the service's.
+        handles: of the models' deployments, by the names that clients use.
+    """
+
+    def __init__(self, config: ServiceConfig, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
+        self._config = config
+        context = serve.get_replica_context()
+        self._replica_id = context.replica_id.unique_id
+        self._own_deployment = (context.deployment, context.app_name)
+        self._registry = CollectorRegistry()
+        self._clients = {model.name: self._client(handles[model.name], model) for model in self._config.models}
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        models = {model.name: self._served(model) for model in self._config.models}
+        ingress = self._config.ingress
+        limits = Limits(
+            max_body_bytes=ingress.max_body_bytes,
+            max_choices=ingress.max_choices,
+            request_timeout=ingress.request_timeout_s,
+            heartbeat=ingress.heartbeat_s,
+            coalesce=ingress.coalesce_s,
+        )
+        return create_app(models, limits, IngressMetrics(self._registry), self._check_models, self._gather_metrics)
+
+    async def own_metrics(self) -> tuple[str, list[Metric]]:
+        """This process's replica id and metrics; other ingresses ask for them."""
+        return self._replica_id, collect_families(self._registry)
+
+    async def __del__(self) -> None:
+        for client in getattr(self, "_clients", {}).values():
+            await client.close()
+
+    def _client(self, handle: DeploymentHandle[Any], config: ModelDeployment) -> RayEngineClient:
+        return RayEngineClient(
+            handle,
+            ingress_id=self._replica_id,
+            ingress=ray.get_runtime_context().current_actor,
+            replica_wait_s=config.replica_wait_s,
+        )
+
+    def _served(self, model: ModelDeployment) -> ServedModel:
+        engine = model.engine_config()
+        model_config = load_model_config(engine)
+        tokenizer = load_tokenizer(model_config.path)
+        processor = Processor(
+            model_config,
+            tokenizer,
+            block_size=engine.block_size,
+            max_logprobs=engine.max_logprobs,
+            refuse_excess_max_tokens=engine.refuse_excess_max_tokens,
+        )
+        return ServedModel(
+            name=model.name,
+            model_config=model_config,
+            processor=processor,
+            tokenizer=tokenizer,
+            client=self._clients[model.name],
+            created=int(time.time()),
+        )
+
+    async def _check_models(self) -> None:
+        down = [name for name, client in self._clients.items() if not client.replicas.members]
+        if down:
+            raise NoReplica(f"no replica is up of: {', '.join(down)}")
+
+    async def _gather_metrics(self) -> bytes:
+        timeout_s = self._config.ingress.metrics_timeout_s
+        families: dict[str, Sequence[Metric]] = {}
+        parts = [client.call_replicas("metrics", timeout_s) for client in self._clients.values()]
+        for part in await asyncio.gather(self._ingress_metrics(timeout_s), *parts):
+            families |= part
+        return render(families)
+
+    async def _ingress_metrics(self, timeout_s: float) -> dict[str, list[Metric]]:
+        """Of all ingresses; of this one alone where the others do not answer in time."""
+        own = dict([await self.own_metrics()])
+
+        async def ask() -> list[tuple[str, list[Metric]]]:
+            name, app_name = self._own_deployment
+            response = serve.get_deployment_handle(name, app_name).broadcast("own_metrics")
+            return await response.results_async(timeout_s=timeout_s)
+
+        try:
+            # A handle call needs a context of its own: see RayEngineClient.
+            answers = await asyncio.get_running_loop().create_task(ask(), context=contextvars.Context())
+        except Exception as error:
+            logger.warning("ingress_metrics_incomplete error=%r", error)
+            return own
+        return own | dict(answers)

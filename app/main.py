@@ -1,0 +1,56 @@
+"""What `serve run` builds: the ingress and one deployment for each model."""
+
+# No `from __future__ import annotations` here: Ray validates the arguments only by a real class.
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from app.config import CONTROL_CALLS, ModelDeployment, ServiceConfig
+from app.ingress import IngressDeployment
+from app.replica import LLMReplica
+
+INGRESS_NAME = "ingress"
+
+
+def build(config: ServiceConfig) -> serve.Application:
+    """The application of a configuration: `import_path: app.main:build`, the configuration under `args`."""
+    models = {model.name: _replicas(model, config.log_level) for model in config.models}
+    ingress = config.ingress
+    deployment = serve.deployment(
+        name=INGRESS_NAME,
+        num_replicas=ingress.num_replicas,
+        max_ongoing_requests=ingress.max_ongoing_requests + CONTROL_CALLS,
+        ray_actor_options={"num_cpus": ingress.num_cpus},
+        health_check_period_s=ingress.health_check_period_s,
+        health_check_timeout_s=ingress.health_check_timeout_s,
+        graceful_shutdown_timeout_s=ingress.graceful_shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        logging_config=LoggingConfig(log_level=config.log_level, enable_access_log=ingress.access_log),
+    )
+    return deployment(IngressDeployment).bind(config, models)
+
+
+def _replicas(model: ModelDeployment, log_level: str) -> serve.Application:
+    actor_options: dict[str, Any] = {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus}
+    if model.resources:
+        actor_options["resources"] = model.resources
+    deployment = serve.deployment(
+        name=model.deployment_name,
+        num_replicas=model.num_replicas,
+        max_ongoing_requests=model.ongoing_limit,
+        ray_actor_options=actor_options,
+        health_check_period_s=model.health_check_period_s,
+        health_check_timeout_s=model.health_check_timeout_s,
+        graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        # A line for each call would say again what the ingress's line says.
+        logging_config=LoggingConfig(log_level=log_level, enable_access_log=False),
+        # By its import path: Ray pickles the class that it finds there by value.
+        request_router_config=RequestRouterConfig(
+            request_router_class="app.router.router:LoadRouter",  # type: ignore[arg-type]
+            request_router_kwargs={"max_queued_requests": model.max_queued_requests},
+        ),
+    )
+    return deployment(LLMReplica).bind(model.engine_config(), model.max_queued_requests, model.lease_s)

@@ -1,0 +1,166 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.openai.body import parse_body
+from app.openai.errors import json_response
+from app.openai.generation import Generation
+from app.openai.logprobs import completion_logprobs, prompt_logprobs
+from app.openai.protocol import COMPLETION_MAX_TOKENS, CompletionRequest
+from app.openai.service import Call, Service, on_cpu, usage_of
+from engine.outputs import CompletionOutput, RequestOutput, TokenLogprobDict
+from engine.processor import ProcessedRequest
+from engine.sampling_params import InvalidParameter, SamplingParams
+
+
+async def create_completion(service: Service, request: Request) -> Response:
+    body = await parse_body(request, CompletionRequest, service.limits.max_body_bytes)
+    call = service.call(request, service.model(body.model), body, "cmpl")
+    prompts = body.prompts()
+    params = _params(body, call)
+    service.check_choices(len(prompts), params.n)
+    characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    processed = await on_cpu(characters, lambda: _processed(prompts, params, body, call))
+    completions = _Completions(
+        generation=call.generation(processed),
+        n=params.n,
+        echo=[_text(prompt, params, call) for prompt in prompts] if body.echo else None,
+        prompt_alone=body.max_tokens == 0,
+        shows_prompt_logprobs=body.prompt_logprobs is not None,
+        token_text=call.model.tokenizer.token_text,
+    )
+    if body.stream:
+        return await call.stream(_events(call, completions))
+    results = await call.results(completions.generation)
+    content = {
+        "id": call.id,
+        "object": "text_completion",
+        "created": int(call.arrived),
+        "model": call.model.name,
+        "choices": [choice for index, result in enumerate(results) for choice in completions.choices(index, result)],
+        "usage": completions.usage(),
+    }
+    return json_response(content)
+
+
+async def _events(call: Call, completions: _Completions) -> AsyncGenerator[bytes, None]:
+    writer = call.chunk_writer("text_completion")
+    async with aclosing(completions.generation.steps()) as steps:
+        async for deltas in steps:
+            data = b"".join(
+                writer.chunk(choice)
+                for index, delta in deltas
+                for choice in completions.choices(index, delta)
+                if choice["text"] or choice["logprobs"] or choice["finish_reason"]
+            )
+            if data:
+                yield data
+    yield writer.end(completions.usage())
+
+
+def _params(body: CompletionRequest, call: Call) -> SamplingParams:
+    decided: dict[str, Any] = {
+        "max_tokens": COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        "logprobs": body.logprobs,
+    }
+    if body.echo and body.logprobs is not None:
+        if body.prompt_logprobs not in (None, body.logprobs):
+            raise InvalidParameter("prompt_logprobs", "prompt_logprobs: must be equal to logprobs when echo is true")
+        decided["prompt_logprobs"] = body.logprobs
+    if body.echo and body.max_tokens == 0:
+        # The engine has no work that ends without a token: one is made and left out of the answer.
+        decided["max_tokens"] = 1
+    return body.sampling_params(call.model.model_config.generation_defaults, **decided)
+
+
+def _processed(
+    prompts: Sequence[str | list[int]], params: SamplingParams, body: CompletionRequest, call: Call
+) -> list[ProcessedRequest]:
+    processor, tokenizer = call.model.processor, call.model.tokenizer
+    processed = []
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str) and not body.add_special_tokens:
+            context = call.model.model_config.max_model_len
+            if len(prompt) > context * tokenizer.longest_token:
+                raise InvalidParameter(
+                    "prompt", f"prompt has {len(prompt):,} characters; the model's context is {context:,} tokens"
+                )
+            prompt = tokenizer.encode(prompt, add_special_tokens=False)
+        request_id = call.id if len(prompts) == 1 else f"{call.id}-{index}"
+        processed.append(processor.process(prompt, params, request_id=request_id, **call.processor_args))
+    return processed
+
+
+def _text(prompt: str | list[int], params: SamplingParams, call: Call) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return call.model.tokenizer.decode(prompt, skip_special_tokens=params.skip_special_tokens)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Completions:
+    """Turns outputs into choices, whether they come whole or as deltas.
+
+    Attributes:
+        echo: each prompt's text, which starts its choices; None leaves it out.
+        prompt_alone: nothing was asked for beside the echo.
+    """
+
+    generation: Generation
+    n: int
+    echo: Sequence[str] | None
+    prompt_alone: bool
+    shows_prompt_logprobs: bool
+    token_text: Callable[[int], str]
+    _offsets: dict[int, int] = field(default_factory=dict)
+
+    def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """The choices of the index-th prompt that an output has news of."""
+        return [self._choice(index, self._asked_for(completion)) for completion in output.outputs]
+
+    def usage(self) -> dict[str, Any]:
+        outputs = self.generation.outputs()
+        return usage_of([replace(each, outputs=[self._asked_for(c) for c in each.outputs]) for each in outputs])
+
+    def _choice(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        position = index * self.n + completion.index
+        text, token_ids = completion.text, completion.token_ids
+        entries: Sequence[TokenLogprobDict | None] | None = completion.logprobs
+        choice: dict[str, Any] = {"index": position, "text": text, "logprobs": None}
+        if position not in self._offsets and (token_ids or completion.finished):
+            self._offsets[position] = 0
+            prompt = self.generation.output(index)
+            if self.echo is not None:
+                choice["text"] = self.echo[index] + text
+                if entries is not None:
+                    entries = [*(prompt.prompt_logprobs or (None,) * len(prompt.prompt_token_ids)), *entries]
+                    token_ids = [*prompt.prompt_token_ids, *token_ids]
+            if self.shows_prompt_logprobs:
+                choice["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs or ())
+        if entries is not None and (entries or completion.finished):
+            choice["logprobs"], self._offsets[position] = completion_logprobs(
+                entries, token_ids, self._offsets[position], self.token_text
+            )
+        choice["finish_reason"] = completion.finish_reason
+        choice["stop_reason"] = completion.stop_reason
+        return choice
+
+    def _asked_for(self, completion: CompletionOutput) -> CompletionOutput:
+        if not self.prompt_alone:
+            return completion
+        return replace(
+            completion,
+            text="",
+            token_ids=[],
+            logprobs=None if completion.logprobs is None else [],
+            finish_reason="length" if completion.finished else None,
+            stop_reason=None,
+        )

@@ -1,0 +1,155 @@
+"""One HTTP request's prompts on their way through the engines, and back to text."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import cast
+
+from app.openai.errors import ApiError
+from app.transport import EngineClient, EngineFailed
+from engine.output_processor import OutputProcessor
+from engine.outputs import EngineOutput, RequestOutput
+from engine.processor import ProcessedRequest
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Delta = tuple[int, RequestOutput]
+"""A prompt's index, and what is new of it."""
+
+Arrival = tuple[int, list[EngineOutput]]
+
+
+class Generation:
+    """Runs the prompts of one HTTP request, each of them as one call of the client.
+
+    Used by one task. `steps` may be iterated once; whoever stops early closes it, which aborts what still runs.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        processed: Sequence[ProcessedRequest],
+        *,
+        on_first_token: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._client = client
+        self._processed = processed
+        self._assemblers = [OutputProcessor(each, tokenizer) for each in processed]
+        self._on_first_token = on_first_token
+        self._started = False
+        self._held = {index for index, each in enumerate(processed) if each.params.prompt_logprobs is not None}
+
+    async def steps(self) -> AsyncGenerator[list[Delta], None]:
+        """What is new, as it comes; all that is pending in one item. Ends when every completion has ended.
+
+        Where a prompt's logprobs were asked for they come first: of n completions, a later one may run ahead of the
+        first, which computes them.
+
+        Raises:
+            ApiError, TransportError: a completion could not be finished.
+        """
+        async with aclosing(self._outputs()) as arrivals:
+            async for arrived in arrivals:
+                deltas = []
+                for index, outputs in arrived:
+                    if not self._started and any(output.new_token_ids for output in outputs):
+                        self._started = True
+                        self._on_first_token()
+                    assembler = self._assemblers[index]
+                    delta = assembler.update(outputs)
+                    if aborts := assembler.take_aborts():
+                        self._client.abort(aborts)
+                    if delta is None:
+                        continue
+                    _raise_for_failure(delta)
+                    if index in self._held:
+                        delta = assembler.snapshot()
+                        if delta.prompt_logprobs is None and not assembler.finished:
+                            continue
+                        self._held.discard(index)
+                    deltas.append((index, delta))
+                if deltas:
+                    yield deltas
+                if all(assembler.finished for assembler in self._assemblers):
+                    return
+
+    async def results(self) -> list[RequestOutput]:
+        """Runs to the end; one output a prompt."""
+        async with aclosing(self.steps()) as steps:
+            async for _ in steps:
+                pass
+        return self.outputs()
+
+    def output(self, index: int) -> RequestOutput:
+        """All there is so far of one prompt."""
+        return self._assemblers[index].snapshot()
+
+    def outputs(self) -> list[RequestOutput]:
+        """All there is so far."""
+        return [assembler.snapshot() for assembler in self._assemblers]
+
+    async def _outputs(self) -> AsyncGenerator[list[Arrival], None]:
+        if len(self._processed) == 1:
+            async with _closing(self._client.generate(self._processed[0].children)) as steps:
+                async for outputs in steps:
+                    yield [(0, outputs)]
+            return
+        streams = [self._client.generate(each.children) for each in self._processed]
+        async with aclosing(_merged(streams)) as merged:
+            async for arrived in merged:
+                yield arrived
+
+
+async def _merged(
+    streams: Sequence[AsyncIterator[list[EngineOutput]]],
+) -> AsyncGenerator[list[Arrival], None]:
+    """The items of several streams with their stream's index; all that are there in one item."""
+    arrived: list[Arrival] = []
+    news = asyncio.Event()
+
+    async def pump(index: int, stream: AsyncIterator[list[EngineOutput]]) -> None:
+        async with _closing(stream):
+            async for outputs in stream:
+                arrived.append((index, outputs))
+                news.set()
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    for task in tasks:
+        task.add_done_callback(lambda _: news.set())
+    try:
+        running = True
+        while running:
+            await news.wait()
+            news.clear()
+            ended = [task for task in tasks if task.done()]
+            for task in ended:
+                task.result()
+            running = len(ended) < len(tasks)
+            taken, arrived = arrived, []
+            if taken:
+                yield taken
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _closing(stream: AsyncIterator[list[EngineOutput]]) -> aclosing[AsyncGenerator[list[EngineOutput], None]]:
+    """A client's iterators are generators, which is what closing them is about."""
+    return aclosing(cast(AsyncGenerator[list[EngineOutput], None], stream))
+
+
+def _raise_for_failure(output: RequestOutput) -> None:
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            # What the engine says is for those who run it.
+            logger.error("engine_failed request_id=%s error=%s", output.request_id, output.error)
+            raise EngineFailed("the engine met a fault of its own while it served the request")
+        if completion.finish_reason == "abort":
+            # Not ours: a client that went away reads nothing, and a stop string ends as `stop`.
+            raise ApiError(503, "the request was ended before it was done; try again", code="aborted")

@@ -1,0 +1,47 @@
+"""What the HTTP interface serves, and how much of it one client may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from app.transport import EngineClient
+    from engine.config import ModelConfig
+    from engine.processor import Processor
+    from engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One model under the name that clients ask for.
+
+    Attributes:
+        created: seconds since the epoch, as /v1/models shows it.
+    """
+
+    name: str
+    model_config: ModelConfig
+    processor: Processor
+    tokenizer: Tokenizer
+    client: EngineClient
+    created: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds on one HTTP request.
+
+    Attributes:
+        max_body_bytes: a longer body is refused with 413 before it is read whole.
+        max_choices: prompts times n.
+        request_timeout: seconds until a request that still runs is given up with 504; None is never.
+        heartbeat: seconds between SSE comments on a stream that has nothing to say yet.
+        coalesce: most seconds that a token after the first waits for others of its stream, when many streams are open.
+    """
+
+    max_body_bytes: int = 8 << 20
+    max_choices: int = 256
+    request_timeout: float | None = None
+    heartbeat: float = 15.0
+    coalesce: float = 0.08

@@ -1,0 +1,168 @@
+"""What the endpoints share: the models, the limits, and how a generation becomes a response."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from app.openai.errors import ApiError
+from app.openai.generation import Generation
+from app.openai.metrics import IngressMetrics
+from app.openai.protocol import SamplingFields
+from app.openai.served_model import Limits, ServedModel
+from app.openai.sse import ChunkWriter, EventStream, EventStreamResponse, Pace, disconnected
+from engine.outputs import RequestOutput
+from engine.processor import ProcessedRequest
+from engine.request import Clock
+from engine.sampling_params import InvalidParameter
+
+LONG_TEXT = 4_000
+"""Characters whose tokenisation, some milliseconds, the event loop need not wait for."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """One ingress; its endpoints run on one event loop."""
+
+    models: Mapping[str, ServedModel]
+    limits: Limits
+    metrics: IngressMetrics
+    clock: Clock
+    pace: Pace
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model of that name; None is the first one.
+
+        Raises:
+            ApiError: 404, there is none.
+        """
+        if name is None:
+            name = next(iter(self.models), "")
+        model = self.models.get(name)
+        if model is None:
+            shown = repr(name if len(name) <= 100 else name[:97] + "...")
+            raise ApiError(404, f"the model {shown} does not exist", param="model", code="model_not_found")
+        return model
+
+    def check_choices(self, prompts: int, n: int) -> None:
+        limit = self.limits.max_choices
+        if prompts * n > limit:
+            raise InvalidParameter(
+                "n" if prompts == 1 else "prompt",
+                f"{prompts} prompts with n={n} are too many: at most {limit} choices are made for one request",
+            )
+
+    def call(self, request: Request, model: ServedModel, body: SamplingFields, id_prefix: str) -> Call:
+        return Call(self, request, model, body, f"{id_prefix}-{uuid.uuid4().hex}")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request for completions on its way to a response."""
+
+    service: Service
+    request: Request
+    model: ServedModel
+    body: SamplingFields
+    id: str
+
+    @property
+    def arrived(self) -> float:
+        return self.request.state.arrived
+
+    @property
+    def processor_args(self) -> dict[str, Any]:
+        """What the Processor is told beside prompt and parameters."""
+        timeout = self.service.limits.request_timeout
+        return {
+            "client_request_id": self.request.state.request_id,
+            "model": self.model.name,
+            "priority": self.body.priority,
+            "deadline": None if timeout is None else self.arrived + timeout,
+            "cache_salt": self.body.cache_salt,
+        }
+
+    def chunk_writer(self, kind: str) -> ChunkWriter:
+        common = {"id": self.id, "object": kind, "created": int(self.arrived), "model": self.model.name}
+        options = self.body.stream_options
+        return ChunkWriter(common, include_usage=options is not None and options.include_usage)
+
+    def generation(self, processed: Sequence[ProcessedRequest]) -> Generation:
+        def first_token() -> None:
+            seconds = max(0.0, self.service.clock() - self.arrived)
+            self.service.metrics.time_to_first_token.labels(self.model.name).observe(seconds)
+
+        return Generation(self.model.client, self.model.tokenizer, processed, on_first_token=first_token)
+
+    async def results(self, generation: Generation) -> list[RequestOutput]:
+        """All outputs, when they have ended; ends the generation as soon as the client goes away."""
+
+        async def run() -> list[RequestOutput]:
+            async with asyncio.timeout(self.service.limits.request_timeout):
+                return await generation.results()
+
+        return await unless_disconnected(self.request.receive, run())
+
+    async def stream(self, events: AsyncGenerator[bytes, None]) -> Response:
+        """A response of SSE bytes. What fails before the first of them is raised."""
+        limits = self.service.limits
+
+        async def in_time() -> AsyncGenerator[bytes, None]:
+            async with asyncio.timeout(limits.request_timeout):
+                async for data in events:
+                    yield data
+
+        stream = EventStream(in_time(), pace=self.service.pace, heartbeat=limits.heartbeat)
+        await unless_disconnected(self.request.receive, stream.start())
+        return EventStreamResponse(stream, self.service.metrics.disconnects.inc)
+
+
+async def on_cpu(characters: int, work: Callable[[], T]) -> T:
+    """Runs text work here, or on a thread where it is long."""
+    return await asyncio.to_thread(work) if characters > LONG_TEXT else work()
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result.
+
+    Raises:
+        ClientDisconnect: the client went away first; the work has been cancelled.
+    """
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(disconnected(receive))
+    try:
+        await asyncio.wait([worker, watcher], return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientDisconnect
+        return worker.result()
+    finally:
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.wait([worker, watcher])
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def usage_of(results: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Prompts count once, whatever n is."""
+    return usage(
+        sum(len(result.prompt_token_ids) for result in results),
+        sum(len(completion.token_ids) for result in results for completion in result.outputs),
+        sum(result.num_cached_tokens for result in results),
+    )

@@ -1,0 +1,183 @@
+"""Server-sent events: bytes that go out at once when there are few streams, and together when there are many."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from app.openai.errors import api_error, is_unexpected
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+HEARTBEAT = b": waiting\n\n"
+
+FEW_STREAMS = 8
+SECONDS_PER_STREAM = 0.001
+
+
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def event(payload: Any) -> bytes:
+    return b"data: " + _dumps(payload).encode() + b"\n\n"
+
+
+class ChunkWriter:
+    """Writes a stream's chunks: what they have in common is serialised once."""
+
+    def __init__(self, common: Mapping[str, Any], *, include_usage: bool) -> None:
+        self._include_usage = include_usage
+        self._head = b"data: " + _dumps(common).encode()[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def chunk(self, choice: Mapping[str, Any]) -> bytes:
+        return self._head + _dumps(choice).encode() + self._tail
+
+    def end(self, usage: Mapping[str, Any]) -> bytes:
+        """The last bytes, with a chunk of usage where the client asked for it."""
+        if not self._include_usage:
+            return DONE
+        return self._head + b'],"usage":' + _dumps(usage).encode() + b"}\n\n" + DONE
+
+
+class Pace:
+    """How long a stream gathers tokens before it sends again: nothing with few streams, more with each one more.
+
+    A send costs the ingress and the proxy before it the same whatever its size; this bounds the sends per second
+    of all streams together at 1 / SECONDS_PER_STREAM while that keeps a stream's wait below `longest`.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self.open_streams = 0
+
+    def wait(self) -> float:
+        """In seconds, for a stream that has just sent."""
+        if self.open_streams <= FEW_STREAMS:
+            return 0.0
+        return min(self._longest, self.open_streams * SECONDS_PER_STREAM)
+
+
+class EventStream:
+    """A source of SSE bytes, read ahead by a task of its own and handed out coalesced.
+
+    Belongs to one response, on one loop. Whoever started it closes it.
+    """
+
+    def __init__(self, source: AsyncGenerator[bytes, None], *, pace: Pace, heartbeat: float) -> None:
+        self._source = source
+        self._pace = pace
+        self._heartbeat = heartbeat
+        self._ready = bytearray()
+        self._news = asyncio.Event()
+        self._failure: Exception | None = None
+        self._ended = False
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Waits for the first bytes, but for no longer than a heartbeat, so that an early failure has its own status.
+
+        Raises:
+            Exception: what the source raised before its first bytes.
+        """
+        self._reader = asyncio.create_task(self._read())
+        self._pace.open_streams += 1
+        try:
+            await self._wait_for_news()
+            if self._failure is not None and not self._ready:
+                raise self._failure
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """All bytes to the end, with comments while there are none; a failure is an error event before [DONE]."""
+        while True:
+            if self._ready:
+                sent = bytes(self._ready)
+                self._ready.clear()
+                yield sent
+                if not self._ended:
+                    await asyncio.sleep(self._pace.wait())
+            elif self._ended:
+                break
+            elif not await self._wait_for_news():
+                yield HEARTBEAT
+        if self._failure is not None:
+            if is_unexpected(self._failure):
+                logger.error("stream_failed", exc_info=self._failure)
+            yield event(api_error(self._failure).body()) + DONE
+
+    async def aclose(self) -> None:
+        """Ends the source. May be called twice."""
+        if self._reader is None:
+            return
+        reader, self._reader = self._reader, None
+        self._pace.open_streams -= 1
+        reader.cancel()
+        await asyncio.wait([reader])
+
+    async def _read(self) -> None:
+        try:
+            async with aclosing(self._source):
+                async for data in self._source:
+                    self._ready += data
+                    self._news.set()
+        except Exception as error:
+            self._failure = error
+        finally:
+            self._ended = True
+            self._news.set()
+
+    async def _wait_for_news(self) -> bool:
+        self._news.clear()
+        try:
+            async with asyncio.timeout(self._heartbeat):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class EventStreamResponse(StreamingResponse):
+    """Sends an EventStream; closes it when it ends and as soon as the client goes away.
+
+    Starlette's own response learns of a disconnect from a failing send alone where the server allows it, which a
+    stream that waits for its next token does not notice.
+    """
+
+    def __init__(self, stream: EventStream, on_disconnect: Callable[[], None]) -> None:
+        super().__init__(stream.chunks(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._stream = stream
+        self._on_disconnect = on_disconnect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = asyncio.create_task(self.stream_response(send))
+        watcher = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait([sender, watcher], return_when=asyncio.FIRST_COMPLETED)
+            if sender.done():
+                sender.result()
+            else:
+                self._on_disconnect()
+        except OSError:  # from a send: a server's other way to say that the client has gone
+            self._on_disconnect()
+        finally:
+            sender.cancel()
+            watcher.cancel()
+            await asyncio.wait([sender, watcher])
+            await self._stream.aclose()
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone; for after the body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,60 @@
+"""POST /tokenize and /detokenize, in vLLM's format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.openai.body import parse_body, read_json, validate
+from app.openai.errors import json_response
+from app.openai.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from app.openai.served_model import ServedModel
+from app.openai.service import Service, on_cpu
+from engine.sampling_params import InvalidParameter
+from engine.tokenizer import Tokenizer
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    content = await read_json(request, service.limits.max_body_bytes)
+    if content.get("messages") is not None:
+        chat = validate(content, TokenizeChatRequest)
+        model = service.model(chat.model)
+        return await _tokens(model, chat.characters(), lambda: _render(model.tokenizer, chat), chat.return_token_strs)
+    text = validate(content, TokenizeTextRequest)
+    model = service.model(text.model)
+    return await _tokens(
+        model,
+        len(text.prompt),
+        lambda: model.tokenizer.encode(text.prompt, add_special_tokens=text.add_special_tokens),
+        text.return_token_strs,
+    )
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    body = await parse_body(request, DetokenizeRequest, service.limits.max_body_bytes)
+    model = service.model(body.model)
+    vocab_size = model.tokenizer.vocab_size
+    for token in body.tokens:
+        if not 0 <= token < vocab_size:
+            raise InvalidParameter.of("tokens", token, f"token ids must be in [0, {vocab_size - 1}]")
+    text = await on_cpu(len(body.tokens), lambda: model.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return json_response({"prompt": text})
+
+
+def _render(tokenizer: Tokenizer, chat: TokenizeChatRequest) -> list[int]:
+    args = chat.template_args()
+    variables = args.pop("chat_template_kwargs") or {}
+    return tokenizer.apply_chat_template(chat.template_messages(), **args, **variables)
+
+
+async def _tokens(model: ServedModel, characters: int, work: Callable[[], list[int]], with_texts: bool) -> Response:
+    tokens = await on_cpu(characters, work)
+    content = {
+        "count": len(tokens),
+        "max_model_len": model.model_config.max_model_len,
+        "tokens": tokens,
+        "token_strs": [model.tokenizer.token_text(token) for token in tokens] if with_texts else None,
+    }
+    return json_response(content)

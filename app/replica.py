@@ -1,0 +1,343 @@
+"""The deployment that holds an engine, and what it owes to each ingress."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Metric
+from ray import serve
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayError
+
+from app.metrics import collect_families
+from app.transport import CallEnd, EngineFailed, KVSnapshot, QueueFull, ReplicaDied, StreamItem, pack
+from engine.config import EngineConfig
+from engine.kv_cache.events import KVEvent
+from engine.outputs import EngineLoad, EngineOutput
+from engine.request import EngineRequest, FinishReason
+from engine.sampling_params import InvalidParameter
+
+if TYPE_CHECKING:
+    from engine import AsyncEngineCore, CoreStep
+
+logger = logging.getLogger("ray.serve")
+
+STREAM_WAIT_S = 10.0
+"""How long a call that came before its ingress's stream waits for it."""
+
+QUIET_PERIOD_S = 0.1
+"""A stream without outputs passes on loads and KV events once in so many seconds."""
+
+LEASE_CHECKS = 10
+"""How often in the length of a lease an ingress is asked whether it lives, at least once a second."""
+
+
+class PromptCall:
+    """One `generate`: the children of a prompt, from when the engine has them until all have ended."""
+
+    def __init__(self, session: "IngressSession", requests: tuple[EngineRequest, ...]) -> None:
+        self.session = session
+        self.unfinished = {request.request_id for request in requests}
+        self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Lets the call return. Later ends change nothing."""
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+    def take(self, output: EngineOutput) -> None:
+        """Puts an output on the stream; dropped once the call has ended."""
+        if self.ended.done() or self.session.suspended:
+            return
+        self.session.outputs.append(output)
+        if output.finished:
+            self.unfinished.discard(output.request_id)
+            if not self.unfinished:
+                self.end()
+
+
+class IngressSession:
+    """What one ingress is owed, for as long as its stream is open. Lives on the replica's event loop."""
+
+    def __init__(self, stream_id: str, load: EngineLoad, kv_seq: int) -> None:
+        self.stream_id = stream_id
+        self.calls: set[PromptCall] = set()
+        self.outputs: list[EngineOutput] = []
+        self.closed = False
+        self.suspended = False
+        # Cleared while the ingress does not answer.
+        self.responsive = asyncio.Event()
+        self.responsive.set()
+        self._load = load
+        self._kv_seq = kv_seq
+        self._kv_events: list[KVEvent] = []
+        # Set from the start: the first item says that the stream is open.
+        self._news = asyncio.Event()
+        self._news.set()
+        self._quiet_timer: asyncio.TimerHandle | None = None
+
+    def after_step(self, step: "CoreStep") -> None:
+        """Takes in what a step gave, once the sinks have been called."""
+        if self.suspended:
+            return
+        self._kv_events.extend(step.kv_events)
+        self._load = step.load
+        if self.outputs:
+            self._news.set()
+        elif self._quiet_timer is None:
+            self._quiet_timer = asyncio.get_running_loop().call_later(QUIET_PERIOD_S, self._news.set)
+
+    async def items(self) -> AsyncIterator[StreamItem]:
+        """One item a step that has outputs for this ingress; steps that come faster than it is read are put together.
+
+        Ends when the session is closed.
+        """
+        while True:
+            await self._news.wait()
+            if self.closed:
+                return
+            self._news.clear()
+            if self._quiet_timer is not None:
+                self._quiet_timer.cancel()
+                self._quiet_timer = None
+            item = StreamItem(self.outputs, self._kv_seq, self._kv_events, self._load)
+            self._kv_seq += len(self._kv_events)
+            self.outputs, self._kv_events = [], []
+            yield item
+
+    def close(self, reason: str) -> None:
+        """Ends the stream and all calls whose outputs would have come through it."""
+        self.closed = True
+        self._news.set()
+        if self._quiet_timer is not None:
+            self._quiet_timer.cancel()
+        for call in self.calls:
+            call.end(ReplicaDied(reason))
+
+
+class LLMReplica:
+    """One engine behind Ray Serve. All methods run on Serve's loop for user code; the engine has its own thread.
+
+    Args:
+        config: the engine's.
+        max_queued_requests: from so many waiting requests on it refuses more.
+        lease_s: how long an ingress that does not answer keeps its requests; one that died loses them at once.
+    """
+
+    def __init__(self, config: EngineConfig, max_queued_requests: int, lease_s: float) -> None:
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._max_queued_requests = max_queued_requests
+        self._lease_s = lease_s
+        started = time.monotonic()
+        # Blocks the loop, on which nothing else runs until this constructor has returned.
+        self._core = self._load_engine(config)
+        logger.info("engine_started model=%s seconds=%.1f", config.model, time.monotonic() - started)
+        self._core.add_step_listener(self._after_step)
+        self._sessions: dict[str, IngressSession] = {}
+        self._session_opened = asyncio.Condition()
+        self._kv_seq = 0
+        self._num_unfinished = 0
+
+    def _load_engine(self, config: EngineConfig) -> "AsyncEngineCore":
+        # Imported only here: whoever builds the application or holds a handle must not load the engine.
+        from engine import AsyncEngineCore
+
+        return AsyncEngineCore.from_config(config)
+
+    # ---- called by ingresses ----
+
+    async def generate(self, requests: tuple[EngineRequest, ...], ingress_id: str) -> CallEnd:
+        """Runs the children of one prompt; their outputs go to the ingress's stream.
+
+        Returns at their end. Being cancelled aborts what is unfinished.
+        """
+        session = await self._session_of(ingress_id)
+        if session is None:
+            return CallEnd("", ReplicaDied(f"the ingress opened no stream within {STREAM_WAIT_S:g} s"))
+        if self._is_full(len(requests)):
+            return CallEnd(session.stream_id, QueueFull("the model's queue is full; try again in a moment"))
+        call = PromptCall(session, requests)
+        session.calls.add(call)
+        self._num_unfinished += len(requests)
+        try:
+            for request in requests:
+                self._core.submit(request, partial(self._take, call))
+            error = await call.ended
+            # Ray waits, and with it the whole replica, for the ingress to confirm a call's end.
+            await session.responsive.wait()
+        except InvalidParameter as refused:
+            error = refused
+        except Exception as failure:
+            error = self._failure(failure)
+        finally:
+            self._num_unfinished -= len(requests)
+            session.calls.discard(call)
+            call.end()
+            self._core.abort(call.unfinished)
+        return CallEnd(session.stream_id, error)
+
+    async def outputs(
+        self, ingress_id: str, stream_id: str, ingress: ActorHandle[Any] | None, pinned_to: str
+    ) -> AsyncIterator[bytes]:
+        """The stream of everything that one ingress's requests put out: packed StreamItems.
+
+        A second stream of the same ingress ends the first one and its calls. So does the ingress's death.
+
+        Args:
+            ingress: the ingress's actor, which is asked whether it lives; None asks nobody.
+            pinned_to: the replica that is meant.
+        """
+        self._check_pin(pinned_to)
+        self._close_session(self._sessions.get(ingress_id), ingress_id, "the ingress opened another stream")
+        session = self._sessions[ingress_id] = IngressSession(stream_id, self._core.load(), self._kv_seq)
+        async with self._session_opened:
+            self._session_opened.notify_all()
+        lease = None if ingress is None else asyncio.create_task(self._watch(session, ingress_id, ingress))
+        try:
+            async for item in session.items():
+                yield pack(item)
+        finally:
+            if lease is not None:
+                lease.cancel()
+            self._close_session(session, ingress_id, "the stream between the ingress and the replica broke")
+
+    async def abort(self, request_ids: tuple[str, ...], pinned_to: str) -> None:
+        """Ends some of a prompt's children early; the outputs of their ends come through the stream."""
+        self._check_pin(pinned_to)
+        self._core.abort(request_ids)
+
+    async def kv_snapshot(self, pinned_to: str) -> KVSnapshot:
+        """The prefix cache, for an ingress that missed events."""
+        self._check_pin(pinned_to)
+        # Taken first: steps may end before the snapshot is here, and applying an event twice is harmless.
+        seq = self._kv_seq
+        return KVSnapshot(seq, await self._core.kv_snapshot())
+
+    async def metrics(self, pinned_to: str) -> list[Metric]:
+        """The engine's metrics."""
+        self._check_pin(pinned_to)
+        return collect_families(self._core.registry)
+
+    # ---- called by Serve ----
+
+    def check_health(self) -> None:
+        """Raises where the engine can do nothing more; Serve then replaces the replica."""
+        self._core.check_health()
+
+    async def __del__(self) -> None:
+        core = getattr(self, "_core", None)
+        if core is not None:
+            await core.shutdown()
+
+    # ---- bookkeeping ----
+
+    def _take(self, call: PromptCall, output: EngineOutput) -> None:
+        if output.finish_reason is FinishReason.ERROR and self._is_dead():
+            # Not this request's fault: it can go on elsewhere.
+            call.end(ReplicaDied("the replica's engine ended"))
+        else:
+            call.take(output)
+
+    def _is_dead(self) -> bool:
+        try:
+            self._core.check_health()
+        except Exception:
+            return True
+        return False
+
+    def _after_step(self, step: "CoreStep") -> None:
+        self._kv_seq += len(step.kv_events)
+        for session in self._sessions.values():
+            session.after_step(step)
+
+    def _is_full(self, num_new: int) -> bool:
+        if self._num_unfinished == 0:
+            # A prompt with more children than the queue holds must be able to run at some time.
+            return False
+        load = self._core.load()
+        # Requests that came since the last step are in no report. While nobody waited in it, they are waiting only
+        # beyond the number that can run; otherwise all that do not run yet are waiting.
+        runnable = load.running if load.waiting else max(load.running, self._core.config.max_num_seqs)
+        return self._num_unfinished + num_new - runnable > self._max_queued_requests
+
+    async def _session_of(self, ingress_id: str) -> IngressSession | None:
+        if ingress_id not in self._sessions:
+            async with self._session_opened:
+                try:
+                    await asyncio.wait_for(
+                        self._session_opened.wait_for(lambda: ingress_id in self._sessions), STREAM_WAIT_S
+                    )
+                except TimeoutError:
+                    return None
+        return self._sessions.get(ingress_id)
+
+    def _close_session(self, session: IngressSession | None, ingress_id: str, reason: str) -> None:
+        if session is None:
+            return
+        session.close(reason)
+        if self._sessions.get(ingress_id) is session:
+            del self._sessions[ingress_id]
+
+    async def _watch(self, session: IngressSession, ingress_id: str, ingress: ActorHandle[Any]) -> None:
+        """Takes back what an ingress leaves behind: at once where it died, after its lease where it is silent.
+
+        The replica asks, rather than the ingress renewing: Ray knows at once that an actor died, and a replica that
+        is draining, to which Serve routes no calls, keeps the leases of those that still read from it.
+
+        A silent ingress (stopped, or cut off) loses its requests in the engine, but its calls stay open until it
+        answers or dies: ending them would make Ray wait for it, and stop the replica for everybody.
+        """
+        loop = asyncio.get_running_loop()
+        period = min(self._lease_s / LEASE_CHECKS, 1.0)
+        renewed = loop.time()
+        while True:
+            await asyncio.sleep(period)
+            answer = asyncio.ensure_future(_is_alive(ingress))
+            if not (await asyncio.wait({answer}, timeout=period))[0]:
+                session.responsive.clear()
+                await asyncio.wait({answer}, timeout=max(0.0, renewed + self._lease_s - loop.time()))
+            if not answer.done() or (answer.result() is None and loop.time() - renewed >= self._lease_s):
+                self._suspend(session, ingress_id)
+            alive = await answer
+            if alive is None:
+                continue
+            session.responsive.set()
+            renewed = loop.time()
+            if session.suspended or not alive:
+                break
+        self._suspend(session, ingress_id)
+        self._close_session(session, ingress_id, "the ingress was out of reach")
+
+    def _suspend(self, session: IngressSession, ingress_id: str) -> None:
+        if session.suspended:
+            return
+        session.suspended = True
+        if session.calls:
+            logger.warning("ingress_lost ingress=%s unfinished_prompts=%d", ingress_id, len(session.calls))
+        for call in session.calls:
+            self._core.abort(call.unfinished)
+
+    def _check_pin(self, pinned_to: str) -> None:
+        if pinned_to != self._replica_id:
+            raise ReplicaDied(f"replica {pinned_to} is gone")
+
+    def _failure(self, error: Exception) -> Exception:
+        """What an ingress is told of a failed submit: the end of the engine, or of this request alone."""
+        if self._is_dead():
+            return ReplicaDied("the replica's engine ended")
+        logger.exception("submit_failed")
+        return EngineFailed(str(error))
+
+
+async def _is_alive(actor: ActorHandle[Any]) -> bool | None:
+    """Asks an actor; None where nobody knows. Returns when it answers or Ray knows that it will not."""
+    try:
+        await actor.__ray_ready__.remote()
+    except ActorDiedError:
+        return False
+    except RayError:
+        return None
+    return True

@@ -1,0 +1,153 @@
+"""How requests reach engines and how their tokens come back, whatever lies between.
+
+An ingress and a replica share one stream for all tokens, while each prompt has a unary call of its own that stays
+open until its end. Ray counts, drains and cancels those calls and reports a replica's death through them; the stream
+costs one message a step, however many requests run.
+
+    ingress                                                  replica
+    generate(requests, ingress_id) ──── unary, routed ─────▶ engine.submit
+                                   ◀─── stream, pinned ───── step: outputs, KV events, load
+                                   ◀─── unary returns ────── CallEnd: which stream had its last outputs
+"""
+
+import pickle
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from engine.kv_cache.events import BlockStored, KVEvent
+from engine.outputs import EngineLoad, EngineOutput
+from engine.request import EngineRequest
+
+
+class TransportError(Exception):
+    """Why an engine did not serve a request. `str(error)` may be shown to a client."""
+
+
+class QueueFull(TransportError):
+    """No replica takes more waiting requests; the client should come back (429).
+
+    Attributes:
+        retry_after_s: when it is worth trying again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type["QueueFull"], tuple[str, float]]:
+        return type(self), (str(self), self.retry_after_s)
+
+
+class NoReplica(TransportError):
+    """No replica of the model is up (503)."""
+
+
+class ReplicaDied(TransportError):
+    """The replica that served the request went away (503, unless the request is resumed elsewhere).
+
+    Whoever reads the iterator has every token that was delivered; nothing is lost that it could have had.
+    """
+
+
+class EngineFailed(TransportError):
+    """The engine met a fault of its own while it served the request (500)."""
+
+
+class EngineClient(Protocol):
+    """What serves EngineRequests: an engine in this process, or the replicas of a deployment."""
+
+    def generate(self, requests: Sequence[EngineRequest]) -> AsyncIterator[list[EngineOutput]]:
+        """The outputs of a prompt's children, one item a step; it ends when all of them have.
+
+        Closing the iterator aborts what is unfinished.
+
+        Raises:
+            QueueFull, NoReplica, InvalidParameter: before the first item.
+            ReplicaDied, EngineFailed: at any time.
+        """
+        ...
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests early; unknown and finished ones are left alone.
+
+        Each that was running still gets its last output, with FinishReason.ABORT.
+        """
+        ...
+
+
+# ---- what crosses between an ingress and a replica ----
+
+
+class StreamItem(NamedTuple):
+    """What a replica has to tell one ingress after a step.
+
+    Attributes:
+        outputs: of that ingress's requests.
+        kv_seq: number of the first of kv_events, or of the next one where there are none.
+        kv_events: of the replica's prefix cache, in order.
+    """
+
+    outputs: list[EngineOutput]
+    kv_seq: int
+    kv_events: list[KVEvent]
+    load: EngineLoad
+
+
+class CallEnd(NamedTuple):
+    """How a `generate` call ended on its replica.
+
+    Attributes:
+        stream_id: the stream that its outputs were put on, all of them before the call ended.
+        error: why it ended without last outputs.
+    """
+
+    stream_id: str
+    error: Exception | None = None
+
+
+class KVSnapshot(NamedTuple):
+    """A replica's prefix cache.
+
+    Attributes:
+        seq: every event below this number is in it.
+        stored: parents before children.
+    """
+
+    seq: int
+    stored: list[BlockStored]
+
+
+_NO_EXTRAS = (None, None, None, None)
+
+
+def pack(item: StreamItem) -> bytes:
+    """An item as bytes, which Ray passes on as they are.
+
+    Most outputs are an id and its tokens: as plain tuples they cost a third of what pickled dataclasses do.
+    """
+    outputs: list[tuple[str, tuple[int, ...], int] | EngineOutput] = []
+    for output in item.outputs:
+        extras = (output.finish_reason, output.logprobs, output.prompt_logprobs, output.timing)
+        if extras == _NO_EXTRAS:
+            outputs.append((output.request_id, output.new_token_ids, output.num_cached_tokens))
+        else:
+            outputs.append(output)
+    load = item.load
+    numbers = (
+        load.running,
+        load.waiting,
+        load.queued_prefill_tokens,
+        load.kv_blocks_used,
+        load.kv_blocks_total,
+    )
+    return pickle.dumps((outputs, item.kv_seq, item.kv_events, numbers), protocol=5)
+
+
+def unpack(data: bytes) -> StreamItem:
+    """The item of `pack`."""
+    packed, kv_seq, kv_events, numbers = pickle.loads(data)
+    outputs = [
+        EngineOutput(entry[0], entry[1], num_cached_tokens=entry[2]) if type(entry) is tuple else entry
+        for entry in packed
+    ]
+    return StreamItem(outputs, kv_seq, kv_events, EngineLoad(*numbers))

@@ -1,0 +1,240 @@
+"""The engine for an asyncio program: tokens in, tokens out. What a replica holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from engine.config import EngineConfig, ModelConfig
+from engine.core import CoreStep, EngineCore
+from engine.kv_cache.events import BlockStored
+from engine.outputs import EngineLoad, EngineOutput
+from engine.request import Clock, EngineRequest, FinishReason
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[EngineOutput], None]
+T = TypeVar("T")
+
+
+class EngineDeadError(RuntimeError):
+    """The engine's thread has ended; nothing more will come from it."""
+
+
+class AsyncEngineCore:
+    """Runs an EngineCore on a thread of its own and hands its outputs to one asyncio loop.
+
+    All methods are called on that loop; only the thread touches the core. Each step wakes the loop once.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._load = core.load()
+        self._sinks: dict[str, Sink] = {}
+        self._step_listeners: list[Callable[[CoreStep], None]] = []
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing = False
+        self._death: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="manta-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, clock: Clock = time.time) -> AsyncEngineCore:
+        """Loads the model; blocks for as long as that takes."""
+        return cls(EngineCore.from_config(config, clock=clock))
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._core.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._core.model_config
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """This engine's metrics."""
+        return self._core.metrics.registry
+
+    def load(self) -> EngineLoad:
+        """As of the last step."""
+        return self._load
+
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        """Queues a request.
+
+        Args:
+            sink: called on the loop with every output of the request; the last one has a finish_reason.
+
+        Raises:
+            InvalidParameter: the engine cannot run it.
+            ValueError: its id is in use.
+            EngineDeadError: the engine has ended or is shutting down.
+        """
+        self.check_health()
+        if self._closing:
+            raise EngineDeadError("the engine is shutting down and takes no new requests")
+        self._core.check_request(request)
+        if request.request_id in self._sinks:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        self._sinks[request.request_id] = sink
+        self._idle.clear()
+        self._commands.put(partial(self._core.add_request, request))
+
+    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncIterator[list[EngineOutput]]:
+        """Runs requests to their end, one item for each step that had news of them.
+
+        Closing the iterator early aborts what is unfinished.
+        """
+        arrived: list[EngineOutput] = []
+        news = asyncio.Event()
+
+        def sink(output: EngineOutput) -> None:
+            arrived.append(output)
+            news.set()
+
+        pending: set[str] = set()
+        try:
+            for request in requests:
+                self.submit(request, sink)
+                pending.add(request.request_id)
+            while pending:
+                await news.wait()
+                news.clear()
+                outputs, arrived = arrived, []
+                pending.difference_update(output.request_id for output in outputs if output.finished)
+                yield outputs
+        finally:
+            self.abort(pending)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests; each one's sink gets an output with the reason `abort`. Unknown ids are ignored."""
+        known = [request_id for request_id in request_ids if request_id in self._sinks]
+        if known:
+            self._commands.put(partial(self._core.abort, known))
+
+    def add_step_listener(self, listener: Callable[[CoreStep], None]) -> None:
+        """Calls the listener on the loop after each step, once the step's sinks have been called."""
+        self._step_listeners.append(listener)
+
+    async def kv_snapshot(self) -> list[BlockStored]:
+        """The blocks that are cached now, parents before children: for a reader who missed events."""
+        return await self._on_thread(self._core.kv_snapshot)
+
+    async def check_integrity(self) -> None:
+        """Checks all bookkeeping; AssertionError where it contradicts itself."""
+        await self._on_thread(self._core.check_integrity)
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError where the engine can do nothing more."""
+        if self._death is not None:
+            raise EngineDeadError(f"the engine ended: {self._death!r}") from self._death
+        if not self._thread.is_alive():
+            raise EngineDeadError("the engine was shut down")
+
+    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        """Refuses new requests, lets running ones go on for drain_timeout seconds, aborts the rest and ends."""
+        self._closing = True
+        if drain_timeout > 0 and self._sinks:
+            try:
+                await asyncio.wait_for(self._idle.wait(), drain_timeout)
+            except TimeoutError:
+                logger.warning("drain_timeout seconds=%.1f unfinished=%d", drain_timeout, len(self._sinks))
+        self.abort(list(self._sinks))
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def _on_thread(self, fn: Callable[[], T]) -> T:
+        self.check_health()
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def settle(outcome: T | None, error: BaseException | None) -> None:
+            if result.done():
+                return
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(outcome)  # type: ignore[arg-type]
+
+        def run() -> None:
+            try:
+                outcome = fn()
+            except Exception as error:
+                loop.call_soon_threadsafe(settle, None, error)
+            else:
+                loop.call_soon_threadsafe(settle, outcome, None)
+
+        self._commands.put(run)
+        return await result
+
+    # ---- on the engine's thread ----
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                if self._core.has_work():
+                    self._post(self._deliver, self._core.step())
+            while self._core.has_work():
+                self._post(self._deliver, self._core.step())
+        except BaseException as error:
+            logger.exception("engine_died")
+            self._death = error
+            self._post(self._deliver_death)
+        finally:
+            self._core.shutdown()
+
+    def _take_commands(self) -> bool:
+        """Runs what was asked for, waiting for it where there is nothing else to do. False: the engine is to end."""
+        block = not self._core.has_work()
+        while True:
+            try:
+                command = self._commands.get(block=block)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            block = False
+
+    def _post(self, fn: Callable[..., None], *args: object) -> None:
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(fn, *args)
+        except RuntimeError:
+            # The loop has been closed: there is nobody left to tell.
+            self._loop = None
+
+    # ---- on the loop ----
+
+    def _deliver(self, step: CoreStep) -> None:
+        self._load = step.load
+        for output in step.outputs:
+            sink = self._sinks.pop(output.request_id, None) if output.finished else self._sinks.get(output.request_id)
+            if sink is not None:
+                sink(output)
+        if not self._sinks:
+            self._idle.set()
+        for listener in self._step_listeners:
+            listener(step)
+
+    def _deliver_death(self) -> None:
+        error = f"the engine ended: {self._death!r}"
+        outputs = [
+            EngineOutput(request_id, finish_reason=FinishReason.ERROR, error=error) for request_id in self._sinks
+        ]
+        self._deliver(CoreStep(outputs, [], self._load))

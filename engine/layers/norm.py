@@ -1,0 +1,45 @@
+"""Root-mean-square norms."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.layers.weight import Placement, Weight, Weights
+from kernels.reference import add_rms_norm, rms_norm
+
+
+class RMSNorm:
+    """Norm of the hidden states, fused with the addition of the residual."""
+
+    def __init__(self, size: int, eps: float, *, placement: Placement) -> None:
+        self._eps = eps
+        self._weight = placement.empty(size)
+
+    def weights(self, name: str) -> Weights:
+        return {name: Weight(tuple(self._weight.shape), self._weight.copy_)}
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum, which is the next residual. None counts as zero."""
+        if residual is None:
+            return rms_norm(x, self._weight, self._eps), x
+        return add_rms_norm(x, residual, self._weight, self._eps)
+
+
+class QueryKeyNorm:
+    """Norm of each head of queries and keys, which stand in one tensor: [tokens, heads + kv_heads, head_dim]."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, placement: Placement) -> None:
+        self._eps = eps
+        self._weight = placement.empty(num_heads + num_kv_heads, head_dim)
+        self._num_heads = num_heads
+
+    def weights(self, prefix: str) -> Weights:
+        shape = (self._weight.shape[1],)
+        queries, keys = self._weight[: self._num_heads], self._weight[self._num_heads :]
+        return {
+            f"{prefix}q_norm.weight": Weight(shape, queries.copy_),
+            f"{prefix}k_norm.weight": Weight(shape, keys.copy_),
+        }
+
+    def __call__(self, query_key: Tensor) -> Tensor:
+        return rms_norm(query_key, self._weight, self._eps)

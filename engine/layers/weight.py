@@ -1,0 +1,37 @@
+"""Where one tensor of a checkpoint goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor that a layer expects.
+
+    Attributes:
+        shape: as the checkpoint must have it.
+        load: takes the tensor, of that shape and of the layer's type and device, and may keep it.
+    """
+
+    shape: tuple[int, ...]
+    load: Callable[[Tensor], object]
+
+
+Weights = dict[str, Weight]
+"""Tensor names of a checkpoint, and what is done with each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Type and device of a model's weights."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)

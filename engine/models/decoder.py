@@ -1,0 +1,170 @@
+"""The dense decoder: Llama, Mistral, Qwen2 and Qwen3 differ in what ModelConfig says of them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.layers.activation import silu_and_mul
+from engine.layers.attention import Attention
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
+from engine.layers.norm import QueryKeyNorm, RMSNorm
+from engine.layers.rotary import RotaryEmbedding
+from engine.layers.weight import Placement, Weight, Weights
+from engine.protocols import AttentionBackend
+
+KVCache = tuple[Tensor, Tensor]
+"""Keys and values of one layer, each of the attention backend's kv_cache_shape."""
+
+
+class SelfAttention:
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotary: RotaryEmbedding,
+        backend: AttentionBackend,
+        sliding_window: int | None,
+        placement: Placement,
+    ) -> None:
+        self._kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
+        self._heads = config.num_heads
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._qkv_proj = Linear(
+            config.hidden_size,
+            {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+            bias=config.attention_bias,
+            placement=placement,
+        )
+        self._o_proj = Linear(
+            queries, {"o_proj": config.hidden_size}, bias=config.attention_output_bias, placement=placement
+        )
+        self._norm = (
+            QueryKeyNorm(
+                config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, placement=placement
+            )
+            if config.qk_norm
+            else None
+        )
+        self._rotary = rotary
+        self._attention = Attention(backend, head_dim=config.head_dim, sliding_window=sliding_window)
+
+    def weights(self, prefix: str) -> Weights:
+        norm = self._norm.weights(prefix) if self._norm else {}
+        return self._qkv_proj.weights(prefix) | self._o_proj.weights(prefix) | norm
+
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
+        heads = self._qkv_proj(x).view(x.shape[0], -1, self._head_dim)
+        query_key, value = heads[:, : -self._kv_heads], heads[:, -self._kv_heads :]
+        if self._norm is not None:
+            query_key = self._norm(query_key)
+        query_key = self._rotary(query_key, angles)
+        query, key = query_key[:, : self._heads], query_key[:, self._heads :]
+        return self._o_proj(self._attention(query, key, value, kv_cache))
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self._gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, bias=bias, placement=placement)
+        self._down_proj = Linear(inner, {"down_proj": hidden}, bias=bias, placement=placement)
+
+    def weights(self, prefix: str) -> Weights:
+        return self._gate_up_proj.weights(prefix) | self._down_proj.weights(prefix)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down_proj(silu_and_mul(self._gate_up_proj(x)))
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm that adds what came before it to the residual."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotary: RotaryEmbedding,
+        backend: AttentionBackend,
+        sliding_window: int | None,
+        placement: Placement,
+    ) -> None:
+        self._input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
+        self._attention = SelfAttention(config, rotary, backend, sliding_window, placement)
+        self._post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
+        self._mlp = GatedMLP(config, placement)
+
+    def weights(self, prefix: str) -> Weights:
+        return (
+            self._input_norm.weights(f"{prefix}input_layernorm.weight")
+            | self._attention.weights(f"{prefix}self_attn.")
+            | self._post_norm.weights(f"{prefix}post_attention_layernorm.weight")
+            | self._mlp.weights(f"{prefix}mlp.")
+        )
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], kv_cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self._input_norm(x, residual)
+        x = self._attention(x, angles, kv_cache)
+        x, residual = self._post_norm(x, residual)
+        return self._mlp(x), residual
+
+
+class DecoderForCausalLM:
+    """Token ids to hidden states to logits. Its weights are empty until all of `weights()` are loaded."""
+
+    def __init__(self, config: ModelConfig, attention: AttentionBackend, placement: Placement) -> None:
+        self._tied = config.tie_word_embeddings
+        self._embedding = Embedding(config.vocab_size, config.hidden_size)
+        self._rotary = RotaryEmbedding(
+            config.rope,
+            head_dim=config.head_dim,
+            max_model_len=config.max_model_len,
+            dtype=placement.dtype,
+            device=placement.device,
+        )
+        windows = config.sliding_window or (None,) * config.num_layers
+        self._layers = [
+            DecoderLayer(config, self._rotary, attention, windows[index], placement)
+            for index in range(config.num_layers)
+        ]
+        self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
+        self._lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, placement=placement)
+
+    def weights(self) -> Weights:
+        """The tensors of a checkpoint that the model is made of."""
+        weights = self._embedding.weights("model.embed_tokens.weight")
+        head = self._lm_head.weights("")
+        if self._tied:
+            # The head shares the table, unless it packs a copy: rows cannot be looked up in a packed weight.
+            ((name, table),) = weights.items()
+            loads = (table.load, head["lm_head.weight"].load)
+            weights = {name: Weight(table.shape, lambda tensor: [load(tensor) for load in loads])}
+        else:
+            weights |= head
+        for index, layer in enumerate(self._layers):
+            weights |= layer.weights(f"model.layers.{index}.")
+        return weights | self._norm.weights("model.norm.weight")
+
+    def forward(self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache]) -> Tensor:
+        """Hidden states of a flat batch for which the attention backend was prepared.
+
+        Args:
+            token_ids, positions: int64 [tokens].
+            kv_caches: one entry a layer; the tokens' keys and values are written into it.
+
+        Returns:
+            [tokens, hidden], normed.
+        """
+        x, residual = self._embedding(token_ids), None
+        angles = self._rotary.angles(positions)
+        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
+            x, residual = layer(x, residual, angles, kv_cache)
+        return self._norm(x, residual)[0]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] to float32 [rows, vocab]."""
+        return self._lm_head(hidden).float()

@@ -1,0 +1,78 @@
+"""The line of requests that wait for their turn."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from engine.request import Request
+
+MIN_DEAD_TO_COMPACT = 64
+
+
+class RequestQueue:
+    """Waiting requests by `Request.order`, lowest first.
+
+    A request keeps its order for life, so one that was preempted comes out before all that never ran (under `fcfs`), or
+    takes its place among them (under `priority`). Its tokens stay as they are while it waits. Owned by the Scheduler.
+
+    Adding and taking are O(log n). Removing is O(1) on average: the heap's entry stays behind until it comes up, or
+    until such entries outnumber the others.
+
+    Attributes:
+        num_tokens: tokens of all that wait.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, float, int], Request]] = []
+        self._waiting: set[tuple[int, float, int]] = set()
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All that wait, in no order."""
+        return (request for order, request in self._heap if order in self._waiting)
+
+    def push(self, request: Request) -> None:
+        self._waiting.add(request.order)
+        self.num_tokens += request.num_tokens
+        heapq.heappush(self._heap, (request.order, request))
+
+    def peek(self) -> Request:
+        """The one whose turn is next.
+
+        Raises:
+            IndexError: nobody waits.
+        """
+        while self._heap[0][0] not in self._waiting:
+            heapq.heappop(self._heap)
+        return self._heap[0][1]
+
+    def pop(self) -> Request:
+        """Takes out the one whose turn is next.
+
+        Raises:
+            IndexError: nobody waits.
+        """
+        request = self.peek()
+        heapq.heappop(self._heap)
+        self._drop(request)
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Takes one out of anywhere in the line, for good.
+
+        Raises:
+            KeyError: it does not wait.
+        """
+        self._drop(request)
+        dead = len(self._heap) - len(self._waiting)
+        if dead > max(len(self._waiting), MIN_DEAD_TO_COMPACT):
+            self._heap = [entry for entry in self._heap if entry[0] in self._waiting]
+            heapq.heapify(self._heap)
+
+    def _drop(self, request: Request) -> None:
+        self._waiting.remove(request.order)
+        self.num_tokens -= request.num_tokens

@@ -1,0 +1,140 @@
+"""Runs a step: rows → flat input → model → logits → tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.models import DecoderForCausalLM
+from engine.outputs import SampledStep, SchedulerOutput, TokenLogprobs
+from engine.protocols import AttentionBackend
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.sampler import sample
+from engine.sampling.state import SamplingState
+from engine.worker.input_batch import InputBatch
+from engine.worker.model_input import InputBuffers, ModelInput
+
+PROMPT_LOGPROB_ROWS = 256
+"""Positions whose logits are held at once for prompt_logprobs: bounds the memory that they take."""
+
+
+class ModelRunner:
+    """One model with its KV blocks and the requests that it works on. Touched on the engine's thread alone."""
+
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        attention: AttentionBackend,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._batch = InputBatch(max_num_seqs, max_model_len, block_size)
+        self._buffers = InputBuffers(max_num_batched_tokens, max_num_seqs, block_size)
+        self._sampling = SamplingState(max_num_seqs, vocab_size, device)
+        self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row: alternatives, tokens reported before
+        self._kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def bind_kv_caches(self, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._kv_caches = kv_caches
+
+    @torch.inference_mode()
+    def execute(self, work: SchedulerOutput) -> list[SampledStep]:
+        """Computes one step; one result for each of work.steps, in order."""
+        self._apply_deltas(work)
+        if not work.steps:
+            return []
+        model_input = self._buffers.prepare(work, self._batch)
+        self._attention.prepare(model_input.attention)
+        hidden = self._model.forward(model_input.token_ids, model_input.positions, self._kv_caches)
+        prompt_parts = self._compute_prompt_logprobs(work, model_input, hidden)
+        return self._sample(work, model_input, hidden, prompt_parts)
+
+    def reset(self) -> None:
+        """Forgets all requests."""
+        for row in self._batch.clear():
+            self._sampling.remove(row)
+        self._prompt_logprobs.clear()
+
+    def _apply_deltas(self, work: SchedulerOutput) -> None:
+        for request_id in work.released:
+            if request_id in self._batch:
+                row = self._batch.remove(request_id)
+                self._sampling.remove(row)
+                self._prompt_logprobs.pop(row, None)
+        for start in work.starts:
+            row = self._batch.add(start)
+            self._sampling.add(row, start.spec, start.token_ids)
+            if start.spec.params.prompt_logprobs is not None:
+                self._prompt_logprobs[row] = (start.spec.params.prompt_logprobs, start.num_prompt_logprobs)
+        for step in work.steps:
+            if step.new_block_ids:
+                self._batch.append_blocks(self._batch.row_of(step.request_id), step.new_block_ids)
+
+    def _compute_prompt_logprobs(
+        self, work: SchedulerOutput, model_input: ModelInput, hidden: torch.Tensor
+    ) -> dict[int, TokenLogprobs]:
+        """For each request of the step (by its index) that asks: rows for the prompt tokens this step predicts."""
+        parts: dict[int, TokenLogprobs] = {}
+        if not self._prompt_logprobs:
+            return parts
+        for index, step in enumerate(work.steps):
+            row = int(model_input.rows[index])
+            if row not in self._prompt_logprobs:
+                continue
+            alternatives, num_reported = self._prompt_logprobs[row]
+            # A position's logits are of the token after it; the first token of a prompt has none.
+            first = max(step.num_computed_tokens, num_reported) + 1
+            last = min(step.num_computed_tokens + step.num_tokens + 1, int(self._batch.num_prompt_tokens[row]))
+            if first >= last:
+                continue
+            start = int(model_input.query_start[index]) + first - 1 - step.num_computed_tokens
+            targets = self._batch.token_ids[row, first:last].astype(np.int64)
+            chunks = []
+            for at in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+                chosen = targets[at : at + PROMPT_LOGPROB_ROWS]
+                logits = self._model.compute_logits(hidden[start + at : start + at + len(chosen)])
+                chunks.append(token_logprobs(logits, chosen, alternatives))
+            parts[index] = _concatenate(chunks)
+        return parts
+
+    def _sample(
+        self,
+        work: SchedulerOutput,
+        model_input: ModelInput,
+        hidden: torch.Tensor,
+        prompt_parts: dict[int, TokenLogprobs],
+    ) -> list[SampledStep]:
+        sampling = [index for index, step in enumerate(work.steps) if step.samples]
+        results = [SampledStep(prompt_logprobs=prompt_parts.get(index)) for index in range(len(work.steps))]
+        if not sampling:
+            return results
+        indices = np.array(sampling, np.int64)
+        last_tokens = model_input.query_start[indices + 1] - 1
+        rows = model_input.rows[indices]
+        logits = self._model.compute_logits(hidden[torch.from_numpy(last_tokens)])
+        chosen = sample(logits, self._sampling, rows, self._batch.num_tokens[rows])
+        for index, row, token, logprobs in zip(
+            sampling, rows.tolist(), chosen.token_ids.tolist(), chosen.logprobs, strict=True
+        ):
+            tokens = (token,)
+            self._batch.append_tokens(row, tokens)
+            self._sampling.record(row, tokens)
+            results[index] = SampledStep(tokens, logprobs, prompt_parts.get(index))
+        return results
+
+
+def _concatenate(chunks: list[TokenLogprobs]) -> TokenLogprobs:
+    if len(chunks) == 1:
+        return chunks[0]
+    return TokenLogprobs(
+        np.concatenate([chunk.token_ids for chunk in chunks]),
+        np.concatenate([chunk.logprobs for chunk in chunks]),
+        np.concatenate([chunk.ranks for chunk in chunks]),
+    )

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+from typer.testing import CliRunner
+
+from app.cli.main import app
+from app.transport import EngineFailed
+from engine.tokenizer import Tokenizer
+from tests.app.cli.conftest import Serve
+from tests.app.openai.conftest import saying
+
+COMMAND = [sys.executable, "-c", "from app.cli.main import app; app()", "chat"]
+
+
+def test_lines_are_answered_and_the_conversation_is_kept(serve: Serve, tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "Hello", " there")
+    args = ["chat", "--url", serve(engine), "--system", "Be kind.", "--temperature", "0", "--top-k", "3"]
+    done = CliRunner().invoke(app, args, input="first\n\nsecond\n/reset\nthird\n")
+    assert (done.exit_code, done.stdout) == (0, "Hello there\n" * 3)
+    prompts = [tokenizer.decode(each.prompt_token_ids) for each in engine.requests]
+    assert all("Be kind." in prompt for prompt in prompts)
+    assert "first" in prompts[1]
+    assert "Hello there" in prompts[1]
+    assert "first" not in prompts[2]
+    assert (engine.requests[0].params.temperature, engine.requests[0].params.top_k) == (0, 3)
+
+
+def test_no_service_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:9"], input="x\n")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: no service answers at http://127.0.0.1:9")
+    assert done.stderr.count("\n") == 1
+
+
+def test_unknown_model_is_one_line(serve: Serve, tokenizer: Tokenizer) -> None:
+    url = serve(saying(tokenizer, "Hello"))
+    done = CliRunner().invoke(app, ["chat", "--url", url, "--model", "gpt"], input="x\n")
+    assert (done.exit_code, done.stderr) == (2, f"error: the service at {url} has demo, not gpt\n")
+
+
+def test_failures_of_the_service_are_told_and_the_question_is_taken_back(serve: Serve, tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "Hello")
+    engine.error = EngineFailed("the engine failed")
+    done = CliRunner().invoke(app, ["chat", "--url", serve(engine)], input="one\ntwo\n")
+    assert done.exit_code == 1
+    assert done.stderr == "error: the engine failed\n" * 2
+    assert "one" not in tokenizer.decode(engine.requests[-1].prompt_token_ids)
+
+
+def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(serve: Serve, tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "Hello", " there")
+    engine.pauses = [0.0, 3600.0]
+    master, slave = pty.openpty()
+    process = subprocess.Popen([*COMMAND, "--url", serve(engine)], stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    seen = b""
+
+    def read_until(text: bytes) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 30
+        while text not in seen:
+            assert time.monotonic() < deadline, seen
+            if select.select([master], [], [], 0.1)[0]:
+                seen += os.read(master, 4096)
+        seen = seen[seen.index(text) + len(text) :]
+
+    try:
+        read_until(b"> ")
+        os.write(master, b"one\n")
+        read_until(b"Hello")
+        process.send_signal(signal.SIGINT)
+        read_until(b"> ")
+        deadline = time.monotonic() + 10
+        while engine.closed == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        engine.pauses = []
+        os.write(master, b"two\n")
+        read_until(b"Hello there")
+        read_until(b"> ")
+        os.write(master, b"\x04")
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+    prompt = tokenizer.decode(engine.requests[1].prompt_token_ids)
+    assert "one" in prompt
+    assert "Hello" in prompt

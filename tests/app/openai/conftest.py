@@ -1,0 +1,93 @@
+"""The application in this process, over a scripted client or over a real engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+
+from app.openai import IngressMetrics, Limits, ServedModel, create_app
+from app.transport import EngineClient
+from engine.config import EngineConfig, ModelConfig
+from engine.hub import load_model_config
+from engine.processor import Processor
+from engine.tokenizer import Tokenizer, load_tokenizer
+from tests.app.openai.scripted_client import ScriptedClient
+
+CREATED = 1_700_000_000
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_folder: Path) -> Tokenizer:
+    return load_tokenizer(demo_folder)
+
+
+@pytest.fixture(scope="session")
+def model_config(tiny_folder: Path) -> ModelConfig:
+    config = load_model_config(EngineConfig(model=str(tiny_folder), load_format="dummy"))
+    return dataclasses.replace(config, generation_defaults={})
+
+
+AppOver = Callable[..., FastAPI]
+
+
+@pytest.fixture
+def app_over(tokenizer: Tokenizer, model_config: ModelConfig) -> AppOver:
+    """create_app for a client of ours, under the name `demo`."""
+
+    def make(client: EngineClient, **limits: Any) -> FastAPI:
+        registry = CollectorRegistry()
+
+        async def healthy() -> None:
+            pass
+
+        async def gather() -> bytes:
+            return generate_latest(registry)
+
+        model = ServedModel(
+            name="demo",
+            model_config=model_config,
+            processor=Processor(model_config, tokenizer, block_size=16, max_logprobs=20),
+            tokenizer=tokenizer,
+            client=client,
+            created=CREATED,
+        )
+        return create_app({"demo": model}, Limits(**limits), IngressMetrics(registry), healthy, gather)
+
+    return make
+
+
+def http(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://manta")
+
+
+def openai_client(app: FastAPI) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url="http://manta/v1", api_key="none", http_client=http(app), max_retries=0)
+
+
+def saying(tokenizer: Tokenizer, *pieces: str, ends: bool = True) -> ScriptedClient:
+    """A client that gives each of the pieces in a step of its own, and then the end of the sequence."""
+    steps: list[tuple[int, ...]] = [tuple(tokenizer.encode(piece)) for piece in pieces]
+
+    def script(request: Any) -> Sequence[tuple[int, ...]]:
+        return [*steps, request.eos_token_ids[:1]] if ends else steps
+
+    return ScriptedClient(script)
+
+
+def events(body: str) -> list[str]:
+    """The data of an SSE body, comments left out."""
+    return [block.removeprefix("data: ") for block in body.split("\n\n") if block.startswith("data: ")]
+
+
+@pytest.fixture
+def chat_app(app_over: AppOver, tokenizer: Tokenizer) -> FastAPI:
+    """Says `Hello there, friend.` to everything."""
+    return app_over(saying(tokenizer, "Hello", " there", ",", " friend", "."))

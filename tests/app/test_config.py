@@ -1,0 +1,73 @@
+"""What a configuration may say, and what it is told where it may not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+from ray.serve.schema import ServeDeploySchema
+
+from app.config import CONTROL_CALLS, Ingress, ModelDeployment, ServiceConfig
+from app.main import build
+
+DEMO = Path(__file__).parents[2] / "serve_configs" / "demo.yaml"
+
+
+def model(**given: Any) -> dict[str, Any]:
+    return {"name": "demo", "model": "demo"} | given
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "says"),
+    [
+        ({"models": [model(replicas=2)]}, "models.0", "unknown key 'replicas'; did you mean 'num_replicas'?"),
+        ({"models": [model()], "ingres": {}}, "", "did you mean 'ingress'?"),
+        ({"models": [model()], "ingress": {"zzz": 1}}, "ingress", "unknown key 'zzz'; known: num_replicas"),
+        ({"models": []}, "models", "at least 1 item"),
+        ({"models": [model(num_replicas=0)]}, "models.0.num_replicas", "greater than or equal to 1"),
+        ({"models": [model(lease_s=0)]}, "models.0.lease_s", "greater than 0"),
+        ({"models": [model(engine={"max_num_seq": 4})]}, "models.0", "did you mean 'max_num_seqs'?"),
+        ({"models": [model(engine={"max_num_seqs": 0})]}, "models.0", "engine.max_num_seqs=0: must be a whole number"),
+        ({"models": [model(engine={"dtype": "int8"})]}, "models.0", "must be one of auto, float32"),
+        ({"models": [model(engine={"model": "x"})]}, "models.0", "belongs beside `engine`"),
+        ({"models": [model(), model()]}, "models", "name 'demo' is used twice"),
+        ({"models": [model(name="a/b"), model(name="a b")]}, "models", "special characters only"),
+    ],
+)
+def test_an_error_names_the_field_and_what_it_may_be(given: dict[str, Any], where: str, says: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        ServiceConfig.model_validate(given)
+    assert [(".".join(map(str, e["loc"])), says in e["msg"]) for e in error.value.errors()] == [(where, True)], error
+
+
+def test_every_field_is_documented() -> None:
+    classes: list[type[BaseModel]] = [ServiceConfig, ModelDeployment, Ingress]
+    undocumented = [f"{c.__name__}.{n}" for c in classes for n, f in c.model_fields.items() if not f.description]
+    assert undocumented == []
+
+
+def test_rays_own_limit_leaves_the_decision_to_the_replica() -> None:
+    config = ModelDeployment(name="m", model="demo", engine={"max_num_seqs": 8}, max_queued_requests=4)
+    assert config.ongoing_limit == 8 + 4 + CONTROL_CALLS
+    assert ModelDeployment(name="m", model="demo", max_ongoing_requests=3).ongoing_limit == 3 + CONTROL_CALLS
+
+
+def test_the_demo_configuration_is_valid_and_stays_on_this_machine() -> None:
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(DEMO.read_text()))
+    assert schema.http_options.host == "127.0.0.1"
+    (application,) = schema.applications
+    config = ServiceConfig.model_validate(application.args)
+    (demo,) = config.models
+    assert config.ingress.num_cpus == 0
+    assert demo.num_cpus >= (demo.engine_config().num_threads or 1)
+
+
+def test_an_application_has_a_deployment_for_each_model_and_an_ingress() -> None:
+    config = ServiceConfig.model_validate({"models": [model(), model(name="second/one", num_cpus=2, num_gpus=1)]})
+    application = build(config)
+    handles = application._bound_deployment.init_args[1]
+    deployments = {name: bound._bound_deployment for name, bound in handles.items()}
+    assert {d.name for d in deployments.values()} == {"model-demo", "model-second-one"}
+    assert deployments["second/one"].ray_actor_options["num_gpus"] == 1
+    assert application._bound_deployment.name == "ingress"

@@ -1,0 +1,157 @@
+"""What a replica does with calls and streams, without Ray around it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.replica import IngressSession, PromptCall
+from app.transport import CallEnd, QueueFull, ReplicaDied, StreamItem, unpack
+from engine.config import EngineConfig
+from engine.kv_cache.events import BlockStored
+from engine.outputs import EngineLoad, EngineOutput
+from engine.request import FinishReason
+from tests.app.scripted_engine import HANG, ScriptedReplica, Step, request
+
+NO_LOAD = EngineLoad(0, 0, 0, 0, 100)
+
+
+@pytest.fixture
+async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ScriptedReplica]:
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="me"))
+    monkeypatch.setattr("app.replica.serve.get_replica_context", lambda: context)
+    # Serve awaits it; the garbage collector cannot.
+    monkeypatch.delattr("app.replica.LLMReplica.__del__")
+    replica = ScriptedReplica(EngineConfig(model="scripted", max_num_seqs=4), 3, 10.0)
+    yield replica
+    await replica._core.shutdown()
+
+
+class Reader:
+    """An ingress's end of a stream."""
+
+    def __init__(self, replica: ScriptedReplica, ingress_id: str = "ingress", stream_id: str = "stream") -> None:
+        self.items: list[StreamItem] = []
+        self._stream = replica.outputs(ingress_id, stream_id, None, pinned_to="me")
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for data in self._stream:
+            self.items.append(unpack(data))
+
+    async def opened(self) -> "Reader":
+        while not self.items:
+            await asyncio.sleep(0)
+        return self
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self._stream.aclose()
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [t for item in self.items for o in item.outputs if o.request_id == request_id for t in o.new_token_ids]
+
+
+async def test_all_outputs_are_on_the_stream_before_the_call_ends(replica: ScriptedReplica) -> None:
+    reader = await Reader(replica).opened()
+    end = await replica.generate((request("a", 1, 5), request("b", 11, 7)), "ingress")
+    await asyncio.sleep(0)
+    assert end == CallEnd("stream")
+    assert (reader.tokens("a"), reader.tokens("b")) == ([1, 2, 3, 4, 5], [11, 12, 13, 14, 15, 16, 17])
+    await reader.close()
+
+
+async def test_a_call_that_comes_before_its_stream_waits_for_it(replica: ScriptedReplica) -> None:
+    call = asyncio.create_task(replica.generate((request("a"),), "ingress"))
+    await asyncio.sleep(0.02)
+    assert not call.done()
+    reader = await Reader(replica).opened()
+    assert (await call).error is None
+    await reader.close()
+
+
+async def test_a_call_without_a_stream_gives_up(replica: ScriptedReplica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.replica.STREAM_WAIT_S", 0.01)
+    assert isinstance((await replica.generate((request("a"),), "ingress")).error, ReplicaDied)
+
+
+async def test_a_burst_between_two_steps_fills_engine_and_queue_and_no_more(replica: ScriptedReplica) -> None:
+    reader = await Reader(replica).opened()
+    calls = [asyncio.create_task(replica.generate((request(f"r{i}", HANG),), "ingress")) for i in range(9)]
+    done, running = await asyncio.wait(calls, timeout=0.1)
+    assert (len(done), len(running)) == (2, 7), "4 run, 3 wait"
+    assert all(isinstance(call.result().error, QueueFull) for call in done)
+    for call in running:
+        call.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    assert len((await replica.state(pinned_to="me"))["aborted"]) == 7
+    assert (await replica.generate((request("next"),), "ingress")).error is None
+    await reader.close()
+
+
+async def test_an_idle_replica_takes_a_prompt_that_is_wider_than_its_queue(replica: ScriptedReplica) -> None:
+    reader = await Reader(replica).opened()
+    children = tuple(request(f"c-{i}") for i in range(20))
+    assert (await replica.generate(children, "ingress")).error is None
+    await reader.close()
+
+
+async def test_closing_the_stream_aborts_and_ends_its_calls_and_no_others(replica: ScriptedReplica) -> None:
+    one, two = await Reader(replica, "one").opened(), await Reader(replica, "two").opened()
+    lost = asyncio.create_task(replica.generate((request("a", HANG),), "one"))
+    kept = asyncio.create_task(replica.generate((request("b", 1, 30),), "two"))
+    await asyncio.sleep(0.01)
+    await one.close()
+    assert isinstance((await lost).error, ReplicaDied)
+    assert (await kept).error is None
+    assert (await replica.state(pinned_to="me"))["aborted"] == ["a"]
+    await two.close()
+
+
+async def test_a_second_stream_of_an_ingress_replaces_the_first(replica: ScriptedReplica) -> None:
+    old = await Reader(replica, stream_id="old").opened()
+    lost = asyncio.create_task(replica.generate((request("a", HANG),), "ingress"))
+    await asyncio.sleep(0.01)
+    new = await Reader(replica, stream_id="new").opened()
+    assert isinstance((await lost).error, ReplicaDied)
+    await asyncio.wait_for(old.task, 5)
+    assert await replica.generate((request("b"),), "ingress") == CallEnd("new")
+    await new.close()
+
+
+async def test_a_call_meant_for_another_replica_is_refused(replica: ScriptedReplica) -> None:
+    with pytest.raises(ReplicaDied, match="other"):
+        await anext(replica.outputs("ingress", "stream", None, pinned_to="other"))
+    for method in (replica.kv_snapshot, replica.metrics):
+        with pytest.raises(ReplicaDied):
+            await method(pinned_to="other")
+
+
+async def test_steps_that_come_faster_than_they_are_read_are_put_together_in_order() -> None:
+    session = IngressSession("s", NO_LOAD, kv_seq=3)
+    call = PromptCall(session, (request("a"),))
+    items = session.items()
+    assert (await anext(items)).outputs == [], "the first item says that the stream is open"
+    for token in range(3):
+        call.take(EngineOutput("a", (token,)))
+        session.after_step(Step([], [BlockStored((bytes([token]),), None)], EngineLoad(token, 0, 0, 0, 100)))  # type: ignore[arg-type]
+    item = await anext(items)
+    assert [o.new_token_ids for o in item.outputs] == [(0,), (1,), (2,)]
+    assert (item.kv_seq, len(item.kv_events), item.load.running) == (3, 3, 2)
+    call.take(EngineOutput("a", finish_reason=FinishReason.STOP))
+    session.after_step(Step([], [], NO_LOAD))  # type: ignore[arg-type]
+    assert (await anext(items)).kv_seq == 6
+    assert call.ended.done()
+
+
+async def test_a_stream_without_outputs_still_tells_the_load_and_the_events() -> None:
+    session = IngressSession("s", NO_LOAD, kv_seq=0)
+    items = session.items()
+    await anext(items)
+    for _ in range(5):
+        session.after_step(Step([], [BlockStored((b"x",), None)], EngineLoad(9, 0, 0, 0, 100)))  # type: ignore[arg-type]
+    item: Any = await asyncio.wait_for(anext(items), 5)
+    assert (item.outputs, len(item.kv_events), item.load.running) == ([], 5, 9)

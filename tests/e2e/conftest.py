@@ -1,0 +1,87 @@
+"""The demo service as a user starts it: `serve run` on its own configuration, on a free port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent.parent
+START_SECONDS = 180
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service.
+
+    Attributes:
+        url: its address, without a path.
+        process: of `serve run`.
+        log: what it printed.
+    """
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def service(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    config = yaml.safe_load((ROOT / "serve_configs" / "demo.yaml").read_text())
+    assert config["http_options"]["host"] == "127.0.0.1"
+    config["http_options"]["port"] = port = free_port()
+    (folder / "demo.yaml").write_text(yaml.safe_dump(config))
+    log = folder / "log"
+    # The service starts a cluster of its own, whatever cluster the environment points to.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            [str(Path(sys.executable).parent / "serve"), "run", str(folder / "demo.yaml")],
+            cwd=ROOT,
+            env={**environment, "RAY_USAGE_STATS_ENABLED": "0"},
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        running = Service(f"http://127.0.0.1:{port}", process, log)
+        try:
+            _wait_until_it_answers(running)
+            yield running
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+
+
+def _wait_until_it_answers(service: Service) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if service.process.poll() is not None:
+            break
+        try:
+            if httpx.get(f"{service.url}/v1/models").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    pytest.fail(f"the service did not start:\n{service.log.read_text()[-4000:]}")

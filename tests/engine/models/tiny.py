@@ -1,0 +1,145 @@
+"""Tiny random models, saved by transformers, and a way to run ours on them step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.torch_attention import TorchAttention
+from engine.config import ModelConfig, RopeConfig
+from engine.models import load_model
+from engine.protocols import AttentionMetadata
+
+BLOCK_SIZE = 16
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+}
+
+
+def save_tiny(folder: Path, architecture: str, *, max_shard_size: str = "1GB", **config: Any) -> Any:
+    """The transformers model that was saved into folder: float32, random, biases and norms included."""
+    import transformers
+
+    model_class = getattr(transformers, architecture)
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = model_class(model_class.config_class(**(SIZES | config))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1.0 + 0.2 * noise if "norm" in name else 0.2 * noise)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def config_of(model: Any, folder: Path, **changes: Any) -> ModelConfig:
+    """ModelConfig of a transformers model."""
+    c = model.config
+    architecture = type(model).__name__
+    rope = {k: v for k, v in c.rope_parameters.items() if k not in ("rope_type", "rope_theta")}
+    windows = [None] * c.num_hidden_layers
+    if architecture == "MistralForCausalLM":
+        windows = [c.sliding_window] * c.num_hidden_layers
+    elif getattr(c, "layer_types", None):
+        windows = [c.sliding_window if kind == "sliding_attention" else None for kind in c.layer_types]
+    attention_bias = getattr(c, "attention_bias", False)
+    fields = {
+        "name": "tiny",
+        "path": folder,
+        "architecture": architecture,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_layers": c.num_hidden_layers,
+        "num_heads": c.num_attention_heads,
+        "num_kv_heads": c.num_key_value_heads,
+        "head_dim": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        "max_model_len": c.max_position_embeddings,
+        "dtype": "float32",
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope": RopeConfig(
+            theta=c.rope_parameters["rope_theta"], rope_type=c.rope_parameters["rope_type"], scaling=rope
+        ),
+        "tie_word_embeddings": c.tie_word_embeddings,
+        "attention_bias": attention_bias or architecture == "Qwen2ForCausalLM",
+        "attention_output_bias": attention_bias,
+        "mlp_bias": getattr(c, "mlp_bias", False),
+        "qk_norm": architecture == "Qwen3ForCausalLM",
+        "sliding_window": tuple(windows),
+    }
+    return ModelConfig(**(fields | changes))
+
+
+class Runner:
+    """Our model with a small KV cache of NaNs, in which request r owns every n-th block."""
+
+    def __init__(self, config: ModelConfig, *, num_requests: int = 1, load_format: str = "auto", seed: int = 0) -> None:
+        self._attention = TorchAttention()
+        self.config = config
+        self._blocks = -(-config.max_model_len // BLOCK_SIZE)
+        self._num_requests = num_requests
+        with torch.inference_mode():
+            self.model = load_model(config, load_format=load_format, device="cpu", attention=self._attention, seed=seed)
+            shape = self._attention.kv_cache_shape(
+                self._blocks * num_requests, BLOCK_SIZE, config.num_kv_heads, config.head_dim
+            )
+            dtype = getattr(torch, config.dtype)
+            self._caches = [
+                (torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype))
+                for _ in range(config.num_layers)
+            ]
+        self._done = [0] * num_requests
+
+    @torch.inference_mode()
+    def step(self, tokens: dict[int, Sequence[int]]) -> dict[int, Tensor]:
+        """Logits [tokens, vocab] for each request's next tokens."""
+        slots, positions, tables = [], [], []
+        for request, ids in tokens.items():
+            table = torch.arange(self._blocks) * self._num_requests + request
+            own = torch.arange(self._done[request], self._done[request] + len(ids))
+            positions.append(own)
+            slots.append(table[own // BLOCK_SIZE] * BLOCK_SIZE + own % BLOCK_SIZE)
+            tables.append(table)
+            self._done[request] += len(ids)
+        lengths = torch.tensor([len(ids) for ids in tokens.values()])
+        contexts = torch.tensor([self._done[request] for request in tokens])
+        self._attention.prepare(
+            AttentionMetadata(
+                slot_mapping=torch.cat(slots),
+                block_tables=torch.stack(tables).int(),
+                query_start=torch.cat((torch.zeros(1), lengths.cumsum(0))).int(),
+                context_lens=contexts.int(),
+                max_query_len=int(lengths.max()),
+                max_context_len=int(contexts.max()),
+            )
+        )
+        flat = torch.tensor([token for ids in tokens.values() for token in ids])
+        hidden = self.model.forward(flat, torch.cat(positions), self._caches)
+        logits = self.model.compute_logits(hidden)
+        return dict(zip(tokens, logits.split(lengths.tolist()), strict=True))
+
+    def logits(self, ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
+        """Of all tokens of request 0, computed in chunks of these sizes, the last one repeated."""
+        parts, start, index = [], 0, 0
+        while start < len(ids):
+            size = chunks[min(index, len(chunks) - 1)]
+            parts.append(self.step({0: ids[start : start + size]})[0])
+            start, index = start + size, index + 1
+        return torch.cat(parts)
+
+
+@torch.inference_mode()
+def expected_logits(model: Any, ids: Sequence[int]) -> Tensor:
+    return model(torch.tensor([ids])).logits[0].float()

@@ -1,0 +1,121 @@
+"""Rule 3: the same tokens, whatever the path. Every feature of the engine is held to this matrix.
+
+The baseline runs each request alone on a fresh engine without a prefix cache; every other path must give the same tokens,
+and must be seen to have taken that path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM, RequestOutput, SamplingParams
+from tests.engine.questions import questions
+
+MAX_TOKENS = 40
+SHARED = "You are a careful assistant who answers in full sentences and never invents facts. " * 4
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+SEEDED = [
+    SamplingParams(temperature=1.0, seed=11, max_tokens=MAX_TOKENS, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_k=40, seed=12, max_tokens=MAX_TOKENS, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=13, repetition_penalty=1.2, max_tokens=MAX_TOKENS, ignore_eos=True),
+    SamplingParams(temperature=1.2, min_p=0.05, seed=14, presence_penalty=0.5, max_tokens=MAX_TOKENS, ignore_eos=True),
+]
+
+
+def prompts() -> list[str]:
+    return [SHARED + question for question in questions(8)]
+
+
+def params() -> list[SamplingParams]:
+    return [GREEDY if index % 2 == 0 else SEEDED[index // 2 % len(SEEDED)] for index in range(8)]
+
+
+@contextmanager
+def engine(folder: Path, **changed: Any) -> Iterator[LLM]:
+    arguments: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "num_kv_blocks": 512,
+        "debug_integrity": True,
+        **changed,
+    }
+    with LLM(str(folder), **arguments) as llm:
+        yield llm
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def metric(llm: LLM, name: str) -> float:
+    return sum(
+        sample.value
+        for family in llm.core.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == name
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(demo_folder: Path) -> list[list[int]]:
+    with engine(demo_folder, enable_prefix_caching=False) as llm:
+        return [
+            tokens(llm.generate([prompt], each, use_tqdm=False))[0]
+            for prompt, each in zip(prompts(), params(), strict=True)
+        ]
+
+
+def test_baseline_is_not_trivial(alone: list[list[int]]) -> None:
+    assert all(len(each) == MAX_TOKENS for each in alone)
+    assert len({tuple(each) for each in alone}) == len(alone)
+
+
+def test_batched(demo_folder: Path, alone: list[list[int]]) -> None:
+    with engine(demo_folder, enable_prefix_caching=False) as llm:
+        assert tokens(llm.generate(prompts(), params(), use_tqdm=False)) == alone
+        # All in one batch: as many steps as one request takes, not eight times as many.
+        assert metric(llm, "manta_engine_steps_total") <= MAX_TOKENS + 2
+
+
+def test_chunked(demo_folder: Path, alone: list[list[int]]) -> None:
+    with engine(demo_folder, enable_prefix_caching=False, max_num_seqs=8, max_num_batched_tokens=16) as llm:
+        outputs = llm.generate(prompts(), params(), use_tqdm=False)
+        assert tokens(outputs) == alone
+        prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        assert metric(llm, "manta_engine_steps_total") > prompt_tokens / 16
+
+
+def test_warm_prefix_cache(demo_folder: Path, alone: list[list[int]]) -> None:
+    with engine(demo_folder) as llm:
+        assert tokens(llm.generate(prompts(), params(), use_tqdm=False)) == alone
+        again = llm.generate(prompts(), params(), use_tqdm=False)
+        assert tokens(again) == alone
+        assert all(output.num_cached_tokens >= len(output.prompt_token_ids) - 16 for output in again)
+
+
+def test_forced_preemption(demo_folder: Path, alone: list[list[int]]) -> None:
+    with engine(demo_folder, enable_prefix_caching=False, max_model_len=192, num_kv_blocks=36) as llm:
+        assert tokens(llm.generate(prompts(), params(), use_tqdm=False)) == alone
+        assert metric(llm, "manta_preemptions_total") > 0
+
+
+def test_all_at_once(demo_folder: Path, alone: list[list[int]]) -> None:
+    with engine(
+        demo_folder,
+        max_model_len=192,
+        num_kv_blocks=26,
+        max_num_seqs=8,
+        max_num_batched_tokens=16,
+        scheduling_policy="priority",
+    ) as llm:
+        for ranks in (range(8), reversed(range(8))):
+            outputs = llm.generate(prompts(), params(), use_tqdm=False, priority=list(ranks))
+            assert tokens(outputs) == alone
+        assert metric(llm, "manta_preemptions_total") > 0
+        assert metric(llm, "manta_prefix_cache_hit_tokens_total") > 0
