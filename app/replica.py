@@ -173,7 +173,7 @@ class LLMReplica:
         except Exception as failure:
             error = self._failure(failure)
         finally:
-            self._num_unfinished -= len(requests)
+            self._num_unfinished -= len(call.unfinished)
             session.calls.discard(call)
             call.end()
             self._core.abort(call.unfinished)
@@ -239,7 +239,9 @@ class LLMReplica:
             # Not this request's fault: it can go on elsewhere.
             call.end(ReplicaDied("the replica's engine ended"))
         else:
+            before = len(call.unfinished)
             call.take(output)
+            self._num_unfinished -= before - len(call.unfinished)
 
     def _is_dead(self) -> bool:
         try:

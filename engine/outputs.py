@@ -101,6 +101,7 @@ class SampledStep:
     token_ids: tuple[int, ...] = ()
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    error: str | None = None
 
 
 # ---- core → text side ----

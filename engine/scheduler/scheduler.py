@@ -348,6 +348,10 @@ class Scheduler:
     # ---- update ----
 
     def _report(self, request: Request, step: ScheduledStep, result: SampledStep, now: float) -> EngineOutput | None:
+        if result.error is not None:
+            # What it computed is not stored: whatever made the logits unusable stands in its blocks.
+            self._finish(request, FinishReason.ERROR, now)
+            return last_output(request, result.error)
         new, logprobs, stop = apply_result(request, step, result, self._max_model_len)
         self._kv.store_blocks(request, step.num_computed_tokens)
         if not new and result.prompt_logprobs is None:

@@ -120,13 +120,14 @@ class ModelRunner:
         rows = model_input.rows[indices]
         logits = self._model.compute_logits(hidden[torch.from_numpy(last_tokens)])
         chosen = sample(logits, self._sampling, rows, self._batch.num_tokens[rows])
-        for index, row, token, logprobs in zip(
-            sampling, rows.tolist(), chosen.token_ids.tolist(), chosen.logprobs, strict=True
-        ):
-            tokens = (token,)
+        for place, index in enumerate(sampling):
+            if place in chosen.broken:
+                results[index] = SampledStep(error="the model gave no usable logits (NaN) for this request")
+                continue
+            row, tokens = int(rows[place]), (int(chosen.token_ids[place]),)
             self._batch.append_tokens(row, tokens)
             self._sampling.record(row, tokens)
-            results[index] = SampledStep(tokens, logprobs, prompt_parts.get(index))
+            results[index] = SampledStep(tokens, chosen.logprobs[place], prompt_parts.get(index))
         return results
 
 

@@ -92,6 +92,20 @@ async def test_a_burst_between_two_steps_fills_engine_and_queue_and_no_more(repl
     await reader.close()
 
 
+async def test_children_that_ended_leave_the_queue_before_their_prompt_does(replica: ScriptedReplica) -> None:
+    reader = await Reader(replica).opened()
+    children = (request("long", HANG), *(request(f"short-{i}") for i in range(6)))
+    wide = asyncio.create_task(replica.generate(children, "ingress"))
+    while len((await replica.state(pinned_to="me"))["running"]) != 1:
+        await asyncio.sleep(0.01)
+    ends = await asyncio.gather(*[replica.generate((request(f"r{i}"),), "ingress") for i in range(6)])
+    assert [end.error for end in ends] == [None] * 6
+    wide.cancel()
+    await asyncio.gather(wide, return_exceptions=True)
+    assert replica._num_unfinished == 0
+    await reader.close()
+
+
 async def test_an_idle_replica_takes_a_prompt_that_is_wider_than_its_queue(replica: ScriptedReplica) -> None:
     reader = await Reader(replica).opened()
     children = tuple(request(f"c-{i}") for i in range(20))
@@ -128,6 +142,52 @@ async def test_a_call_meant_for_another_replica_is_refused(replica: ScriptedRepl
     for method in (replica.kv_snapshot, replica.metrics):
         with pytest.raises(ReplicaDied):
             await method(pinned_to="other")
+
+
+class Ingress:
+    """An ingress's actor as far as a replica asks it."""
+
+    def __init__(self) -> None:
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.__ray_ready__ = SimpleNamespace(remote=self.answers.wait)
+
+
+async def test_a_call_does_not_end_while_its_ingress_is_silent(replica: ScriptedReplica) -> None:
+    ingress = Ingress()
+    replica._lease_s = 60.0
+    stream = replica.outputs("ingress", "stream", ingress, pinned_to="me")  # type: ignore[arg-type]
+    await anext(stream)
+    session = replica._sessions["ingress"]
+    call = asyncio.create_task(replica.generate((request("a", 1, 1300),), "ingress"))
+    await asyncio.sleep(0)
+    ingress.answers.clear()
+    while session.responsive.is_set():
+        await asyncio.sleep(0.01)
+    while (await replica.state(pinned_to="me"))["running"]:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert not call.done()
+    ingress.answers.set()
+    assert await asyncio.wait_for(call, 10) == CallEnd("stream")
+    await stream.aclose()
+
+
+async def test_an_ingress_that_outlives_its_lease_loses_its_requests(replica: ScriptedReplica) -> None:
+    ingress = Ingress()
+    replica._lease_s = 0.1
+    stream = replica.outputs("ingress", "stream", ingress, pinned_to="me")  # type: ignore[arg-type]
+    await anext(stream)
+    call = asyncio.create_task(replica.generate((request("a", HANG),), "ingress"))
+    await asyncio.sleep(0.05)
+    ingress.answers.clear()
+    while not (await replica.state(pinned_to="me"))["aborted"]:
+        await asyncio.sleep(0.01)
+    assert not call.done(), "its end would hold up the replica"
+    ingress.answers.set()
+    assert isinstance((await asyncio.wait_for(call, 10)).error, ReplicaDied)
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(anext(stream), 10)
 
 
 async def test_steps_that_come_faster_than_they_are_read_are_put_together_in_order() -> None:

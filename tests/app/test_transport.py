@@ -387,8 +387,15 @@ class LoneIngress:
 
     async def start(self, handle: Any, r: EngineRequest) -> int:
         me = ray.get_runtime_context().current_actor
-        client = RayEngineClient(handle, ingress_id=new_id(), ingress=me, replica_wait_s=5.0)
-        self.task = asyncio.create_task(tokens_of(client, r))
+        self.client = RayEngineClient(handle, ingress_id=new_id(), ingress=me, replica_wait_s=5.0)
+        self.task = asyncio.create_task(tokens_of(self.client, r))
+
+        async def settled() -> bool:
+            # Its short calls have ended; one that is cut off holds up its replica until this process is killed.
+            links = self.client._links.values()
+            return len(links) == 2 and all(link.snapshot_task and link.snapshot_task.done() for link in links)
+
+        assert await eventually(settled)
         return os.getpid()
 
 

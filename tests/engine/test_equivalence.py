@@ -1,7 +1,7 @@
 """Rule 3: the same tokens, whatever the path. Every feature of the engine is held to this matrix.
 
-The baseline runs each request alone on a fresh engine without a prefix cache; every other path must give the same tokens,
-and must be seen to have taken that path.
+The baseline runs each request alone on an engine without a prefix cache; every other path must give the same tokens,
+and must be seen to have been that path.
 """
 
 from __future__ import annotations

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import LLM, InvalidParameter, SamplingParams
+from engine.processor import Prompt
 
 
 @pytest.fixture(scope="module")
@@ -193,3 +197,30 @@ def test_progress_bar_shows_tokens_per_second(llm: LLM, capsys: pytest.CaptureFi
     shown = capsys.readouterr().err
     assert "3/3" in shown
     assert "tok/s" in shown
+
+
+@pytest.fixture
+def damaged_folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A model whose embedding of the token 777 is NaN, so that only prompts with that token compute NaN."""
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(tiny_folder, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[777] = float("nan")
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_unusable_logits_cost_one_request_and_not_its_neighbours(damaged_folder: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompt: Prompt = {"prompt_token_ids": [777] * 20}
+    with LLM(str(damaged_folder), num_kv_blocks=33, debug_integrity=True) as llm:
+        good = llm.generate(["Fine"], params, use_tqdm=False)[0].outputs[0].token_ids
+        for _ in range(20):
+            # Again and again, so that every block comes to be used by both.
+            bad, fine = llm.generate([prompt, "Fine"], params, use_tqdm=False)
+            assert bad.outputs[0].finish_reason == "error"
+            assert bad.error is not None
+            assert "NaN" in bad.error
+            assert bad.num_cached_tokens == 0
+            assert fine.outputs[0].token_ids == good

@@ -41,7 +41,7 @@ def test_half_types_stay_close_to_float64(dtype, tolerance):
     torch.testing.assert_close(attended.double(), batch.attend_naively(), rtol=0.0, atol=tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("window", [None, 10, 70, 100, 150])
 def test_chunks_longer_than_a_tile(window):
     requests = [(torch_attention.TILE * 2 + 90, torch_attention.TILE + 40), (torch_attention.TILE + 1,) * 2]
     batch = random_batch(requests, heads=2, kv_heads=1, head_dim=32)

@@ -1,0 +1,1 @@
+"""Choosing the next tokens, and reporting how probable they were."""
