@@ -88,7 +88,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             rule = f"prompt has a lone surrogate at character {error.start:,}, which is not valid Unicode"
             raise InvalidParameter(param, rule) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's calls only those for batches release the GIL, without which a long text stops every thread.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def render_chat(
         self,

@@ -145,9 +145,7 @@ class Scheduler:
         plan = StepPlan(self._max_num_batched_tokens, self._clock())
         self._abort_overdue(plan.now)
         self._continue_running(plan)
-        # Whoever started now would take the blocks that were just taken from a request with a better claim.
-        if not plan.preempted:
-            self._start_waiting(plan)
+        self._start_waiting(plan)
         released: tuple[str, ...] = ()
         if plan.steps:
             released, self._released = tuple(self._released), []
@@ -272,7 +270,6 @@ class Scheduler:
                 self._fail_oversized(victim, plan.now)
                 return None
             self._preempt(victim)
-            plan.preempted = True
             if victim is request:
                 return None
         return blocks
@@ -340,7 +337,6 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        request.spec_token_ids = []
         self._released.append(request.request_id)
         self._waiting.push(request)
         self._counts = self._counts._replace(preemptions=self._counts.preemptions + 1)

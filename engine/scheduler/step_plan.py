@@ -18,13 +18,11 @@ class StepPlan:
         budget: tokens that the step still has room for.
         promised: free blocks that the requests in it will soon ask for. A request that starts leaves them alone:
             otherwise one of them would be preempted at once, in the end for nothing.
-        preempted: whether a running request lost its blocks to another.
     """
 
     budget: int
     now: float
     promised: int = 0
-    preempted: bool = False
     steps: list[ScheduledStep] = field(default_factory=list)
     starts: list[ScheduledStart] = field(default_factory=list)
 
