@@ -74,7 +74,8 @@ class IngressDeployment:
 
     def _served(self, model: ModelDeployment) -> ServedModel:
         engine = model.engine_config()
-        model_config = load_model_config(engine)
+        # The weights are the replicas' business.
+        model_config = load_model_config(engine, weights=False)
         tokenizer = load_tokenizer(model_config.path)
         processor = Processor(
             model_config,

@@ -110,7 +110,7 @@ class KVSnapshot(NamedTuple):
 
     Attributes:
         seq: every event below this number is in it.
-        stored: parents before children.
+        stored: in no particular order.
     """
 
     seq: int

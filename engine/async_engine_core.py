@@ -131,7 +131,7 @@ class AsyncEngineCore:
         self._step_listeners.append(listener)
 
     async def kv_snapshot(self) -> list[BlockStored]:
-        """The blocks that are cached now, parents before children: for a reader who missed events."""
+        """The blocks that are cached now, in no particular order: for a reader who missed events."""
         return await self._on_thread(self._core.kv_snapshot)
 
     async def check_integrity(self) -> None:

@@ -126,7 +126,7 @@ class EngineCore:
         return self._scheduler.load()
 
     def kv_snapshot(self) -> list[BlockStored]:
-        """The blocks that are cached now, parents before children."""
+        """The blocks that are cached now, in no particular order."""
         return self._kv_cache.snapshot()
 
     def check_integrity(self) -> None:

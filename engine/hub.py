@@ -219,7 +219,7 @@ def _max_model_len(config: EngineConfig, positions: int, rope: RopeConfig) -> in
     """What the engine serves, within the positions that the model was trained or scaled to."""
     factor = float(rope.scaling.get("factor") or 1.0)
     limit = positions
-    if rope.rope_type in ("linear", "dynamic"):
+    if rope.rope_type == "linear":
         limit = int(positions * factor)
     elif rope.rope_type == "yarn":  # some configs count max_position_embeddings before the scaling, others after it
         limit = max(positions, int(rope.scaling["original_max_position_embeddings"] * factor))
