@@ -100,12 +100,16 @@ class AsyncEngine:
         await self.core.shutdown(drain_timeout)
 
     def _stream(self, processed: ProcessedRequest) -> AsyncIterator[RequestOutput]:
-        if processed.request_id in self._running:
-            raise InvalidParameter.of("request_id", processed.request_id, "is in use by a running request")
+        self._check_unused(processed.request_id)
         self.core.check_health()
         return self._deltas(processed)
 
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._running:
+            raise InvalidParameter.of("request_id", request_id, "is in use by a running request")
+
     async def _deltas(self, processed: ProcessedRequest) -> AsyncIterator[RequestOutput]:
+        self._check_unused(processed.request_id)  # again: another stream may have been begun since this one was made
         assembler = OutputProcessor(processed, self.tokenizer)
         self._running[processed.request_id] = [child.request_id for child in processed.children]
         steps = self.core.generate(processed.children)

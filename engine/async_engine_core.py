@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -41,6 +41,7 @@ class AsyncEngineCore:
         self._sinks: dict[str, Sink] = {}
         self._step_listeners: list[Callable[[CoreStep], None]] = []
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._answers: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -156,19 +157,23 @@ class AsyncEngineCore:
         self.abort(list(self._sinks))
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
+        self._fail_answers()
 
     async def _on_thread(self, fn: Callable[[], T]) -> T:
         self.check_health()
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
+        loop = self._loop = self._loop or asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+        # The thread may end before it comes to this.
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
 
         def settle(outcome: T | None, error: BaseException | None) -> None:
-            if result.done():
+            if answer.done():
                 return
             if error is not None:
-                result.set_exception(error)
+                answer.set_exception(error)
             else:
-                result.set_result(outcome)  # type: ignore[arg-type]
+                answer.set_result(outcome)  # type: ignore[arg-type]
 
         def run() -> None:
             try:
@@ -179,7 +184,7 @@ class AsyncEngineCore:
                 loop.call_soon_threadsafe(settle, outcome, None)
 
         self._commands.put(run)
-        return await result
+        return await answer
 
     # ---- on the engine's thread ----
 
@@ -238,3 +243,9 @@ class AsyncEngineCore:
             EngineOutput(request_id, finish_reason=FinishReason.ERROR, error=error) for request_id in self._sinks
         ]
         self._deliver(CoreStep(outputs, [], self._load))
+        self._fail_answers()
+
+    def _fail_answers(self) -> None:
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_exception(EngineDeadError("the engine has ended"))

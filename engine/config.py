@@ -19,6 +19,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 GIB = 1 << 30
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -58,7 +59,7 @@ class EngineConfig:
         scheduling_policy: `fcfs`, or `priority` (a lower number runs first, then arrival).
         max_logprobs: most alternatives a request may ask for.
         refuse_excess_max_tokens: refuse a max_tokens that the context cannot hold, where otherwise it is cut to it.
-        seed: of dummy weights, and of requests that bring none.
+        seed: of dummy weights.
         num_threads: CPU threads of a step; None is what the process may use.
         debug_integrity: check all bookkeeping whenever the engine is idle.
     """
@@ -129,7 +130,7 @@ class RopeConfig:
 
     Attributes:
         theta: base of the frequencies.
-        rope_type: `default`, `linear`, `dynamic`, `yarn` or `llama3`.
+        rope_type: one of ROPE_TYPES.
         scaling: the scaling's own numbers as the checkpoint names them (factor, low_freq_factor, …).
     """
 

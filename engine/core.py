@@ -137,7 +137,8 @@ class EngineCore:
         """Refuses what this engine cannot run. Reads constants only, so any thread may call it.
 
         Raises:
-            InvalidParameter: the prompt is empty or does not fit, or the request stands for several.
+            InvalidParameter: the prompt is empty or does not fit, a token is none of the model's, or the request stands
+                for several.
         """
         limit = self.model_config.max_model_len
         num_tokens = len(spec.prompt_token_ids) + len(spec.output_token_ids)
@@ -145,6 +146,13 @@ class EngineCore:
             raise InvalidParameter("prompt", "prompt: must have at least one token")
         if num_tokens >= limit:
             raise InvalidParameter("prompt", f"prompt has {num_tokens:,} tokens; the model's context is {limit:,}")
+        # One such token would fail the step of all requests beside it.
+        size = self.model_config.vocab_size
+        for token_ids in (spec.prompt_token_ids, spec.output_token_ids):
+            if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+                raise InvalidParameter(
+                    "prompt", f"prompt has token ids beyond the model's, which are 0 to {size - 1:,}"
+                )
         if spec.params.n != 1:
             raise InvalidParameter.of("n", spec.params.n, "an engine request is one sequence; the Processor splits n")
 
@@ -163,6 +171,11 @@ class EngineCore:
                 raise
             self._executor.reset()
             return self._scheduler.fail_step(work, f"a step of the engine failed: {error}")
+        except BaseException:
+            # Ctrl-C: nobody knows how far the step came, so that both sides must forget its requests.
+            self._executor.reset()
+            self._aborted += self._scheduler.fail_step(work, "the step was interrupted")
+            raise
         self._failures_in_a_row = 0
         return self._scheduler.update(work, sampled)
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import DTYPE_BYTES, DType, EngineConfig, ModelConfig, RopeConfig
+from engine.config import DTYPE_BYTES, ROPE_TYPES, DType, EngineConfig, ModelConfig, RopeConfig
 from engine.demo_model import FetchError, fetch_demo
 from engine.sampling_params import InvalidParameter, SamplingParams
 
@@ -26,8 +26,6 @@ SUPPORTED_ARCHITECTURES: dict[str, str] = {
     "Qwen3ForCausalLM": "qwen3",
 }
 """Class name, as a config's `architectures` has it, to transformers' model type."""
-
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _OTHER_WEIGHTS = ("original/*", "consolidated*")  # the same weights once more, as the publisher had them

@@ -73,8 +73,8 @@ class LLM:
             InvalidParameter: a prompt or parameter is refused; nothing has run then.
         """
         items = _prompts(prompts)
-        params = _one_each(sampling_params, len(items))
-        priorities = _one_each(priority, len(items)) if priority is not None else [0] * len(items)
+        params = _one_each("sampling_params", sampling_params, len(items))
+        priorities = [0] * len(items) if priority is None else _one_each("priority", priority, len(items))
         processed = [
             self._processor.process(item, each, priority=rank, cache_salt=cache_salt)
             for item, each, rank in zip(items, params, priorities, strict=True)
@@ -96,7 +96,7 @@ class LLM:
         if not messages:
             raise InvalidParameter("messages", "messages: must have at least one message")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
-        params = _one_each(sampling_params, len(conversations))
+        params = _one_each("sampling_params", sampling_params, len(conversations))
         processed = [
             self._processor.process_chat(
                 conversation,
@@ -188,13 +188,13 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast("Sequence[Prompt]", prompts))
 
 
-def _one_each(values: Any, count: int) -> list[Any]:
+def _one_each(name: str, values: Any, count: int) -> list[Any]:
     """One value a prompt, from one for all or a list of them."""
     if values is None or isinstance(values, SamplingParams):
         return [values] * count
     values = list(values)
     if len(values) != count:
         raise InvalidParameter(
-            "sampling_params", f"there are {count} prompts and {len(values)} values: give one for all, or one each"
+            name, f"{name}: there are {count} prompts and {len(values)} values; there must be one for each prompt"
         )
     return values

@@ -52,6 +52,16 @@ def imported(path: Path) -> set[str]:
     return names
 
 
+THIRD_PARTY = {"torch", "triton", "transformers", "prometheus_client", "tqdm"}
+BROUGHT_BY_THOSE = {"numpy", "safetensors", "tokenizers", "huggingface_hub", "filelock", "jinja2"}
+
+
+@pytest.mark.parametrize("path", sources("engine") + sources("kernels"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_engine_and_kernels_need_what_a_gpu_machine_has(path: Path) -> None:
+    tops = {name.split(".")[0] for name in imported(path)} - {"engine", "kernels", "ray"}
+    assert tops - sys.stdlib_module_names <= THIRD_PARTY | BROUGHT_BY_THOSE
+
+
 def engine_part(module: str) -> str:
     return module.split(".")[1]
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.config import RopeConfig
+from engine.config import ROPE_TYPES, RopeConfig
 from engine.sampling_params import InvalidParameter
 from kernels.reference import rotary_embedding
-
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 class RotaryEmbedding:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from engine.request import EngineRequest
 from engine.sampling.penalties import Penalties
@@ -38,7 +37,6 @@ class SamplingState:
     on; only rows with penalties hold arrays of the vocabulary's size.
 
     Attributes:
-        device: that the logits come on.
         temperature: float32 [rows]; 0 takes the best token.
         top_k: int64 [rows], vocab_size where it is off. top_p, min_p: float64 [rows].
         seed: uint64 [rows].
@@ -47,9 +45,8 @@ class SamplingState:
         min_length: int64 [rows]; a sequence with fewer tokens, prompt included, cannot stop.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.device = torch.device(device)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.full(max_num_seqs, vocab_size, np.int64)
         self.top_p = np.ones(max_num_seqs, np.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from engine.outputs import (
 )
 from engine.request import Clock, FinishReason, Request, RequestStatus
 from engine.sampling_params import InvalidParameter
-from engine.scheduler.request_queue import RequestQueue
+from engine.scheduler.request_queue import MIN_DEAD_TO_COMPACT, RequestQueue
 from engine.scheduler.results import apply_result, last_output, timing_of, token_limit
 from engine.scheduler.step_plan import StepPlan
 
@@ -113,7 +113,7 @@ class Scheduler:
         self._kv.prepare(request)
         self._waiting.push(request)
         if spec.deadline is not None:
-            heapq.heappush(self._deadlines, (spec.deadline, spec.request_id))
+            self._add_deadline(spec.deadline, spec.request_id)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request without an output, and frees its blocks; None if it is unknown or has ended."""
@@ -128,12 +128,17 @@ class Scheduler:
 
         Nothing that the step computed can be matched by a later request: blocks get their names in update().
         """
-        in_step = (self.requests.get(step.request_id) for step in output.steps)
-        return self._fail([request for request in in_step if request is not None], error)
-
-    def fail_all(self, error: str) -> list[EngineOutput]:
-        """Ends all requests. The executor must have forgotten them."""
-        return self._fail(list(self.requests.values()), error)
+        now = self._clock()
+        outputs, self._early_outputs = self._early_outputs, []
+        for step in output.steps:
+            request = self.requests.get(step.request_id)
+            if request is None:
+                continue  # aborted while the step ran
+            self._remove(request)
+            self._finish(request, FinishReason.ERROR, now)
+            outputs.append(last_output(request, error))
+        self._released.clear()
+        return outputs
 
     # ---- a step ----
 
@@ -325,10 +330,20 @@ class Scheduler:
         size, first = self._kv.block_size, step.num_computed_tokens
         return request.block_hashes[first // size : (first + step.num_tokens) // size]
 
+    def _add_deadline(self, deadline: float, request_id: str) -> None:
+        heapq.heappush(self._deadlines, (deadline, request_id))
+        # Most requests end long before their deadline, and their entries must not pile up until then.
+        if len(self._deadlines) > 2 * len(self.requests) + MIN_DEAD_TO_COMPACT:
+            alive = ((request.spec.deadline, request_id) for request_id, request in self.requests.items())
+            self._deadlines = [(deadline, request_id) for deadline, request_id in alive if deadline is not None]
+            heapq.heapify(self._deadlines)
+
     def _abort_overdue(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            request = self.requests.get(heapq.heappop(self._deadlines)[1])
-            if request is not None:
+            deadline, request_id = heapq.heappop(self._deadlines)
+            request = self.requests.get(request_id)
+            # An entry may be that of an earlier request with the same id.
+            if request is not None and request.spec.deadline == deadline:
                 self._remove(request)
                 self._end_early(request, FinishReason.ABORT, now)
 
@@ -395,13 +410,3 @@ class Scheduler:
         pool = self._kv.block_pool.num_blocks
         error = f"request has {request.num_tokens:,} tokens; all {pool:,} KV blocks hold {pool * self._kv.block_size:,}"
         self._end_early(request, FinishReason.ERROR, now, error)
-
-    def _fail(self, requests: Iterable[Request], error: str) -> list[EngineOutput]:
-        now = self._clock()
-        outputs, self._early_outputs = self._early_outputs, []
-        for request in requests:
-            self._remove(request)
-            self._finish(request, FinishReason.ERROR, now)
-            outputs.append(last_output(request, error))
-        self._released.clear()
-        return outputs

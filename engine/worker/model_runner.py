@@ -37,7 +37,8 @@ class ModelRunner:
         self._attention = attention
         self._batch = InputBatch(max_num_seqs, max_model_len, block_size)
         self._buffers = InputBuffers(max_num_batched_tokens, max_num_seqs, block_size)
-        self._sampling = SamplingState(max_num_seqs, vocab_size, device)
+        self._sampling = SamplingState(max_num_seqs, vocab_size)
+        self._device = device
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row: alternatives, tokens reported before
         self._kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -52,7 +53,8 @@ class ModelRunner:
             return []
         model_input = self._buffers.prepare(work, self._batch)
         self._attention.prepare(model_input.attention)
-        hidden = self._model.forward(model_input.token_ids, model_input.positions, self._kv_caches)
+        token_ids, positions = model_input.token_ids.to(self._device), model_input.positions.to(self._device)
+        hidden = self._model.forward(token_ids, positions, self._kv_caches)
         prompt_parts = self._compute_prompt_logprobs(work, model_input, hidden)
         return self._sample(work, model_input, hidden, prompt_parts)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
-import psutil
 import torch
 
 from engine.attention import select_backend
@@ -64,8 +64,8 @@ class Worker:
             room = int(total * self._config.gpu_memory_utilization) - (total - free)
             return max(chosen if chosen is not None else room, 0) // block_bytes
         memory = CPU_KV_CACHE_BYTES if chosen is None else chosen
-        available = psutil.virtual_memory().available
-        if memory > available:
+        available = _available_memory()
+        if available is not None and memory > available:
             raise InvalidParameter.of(
                 "kv_cache_memory_bytes", memory, f"must be less than the memory that is free, {available:,} bytes"
             )
@@ -99,6 +99,15 @@ class Worker:
 
     def reset(self) -> None:
         self._runner.reset()
+
+
+def _available_memory() -> int | None:
+    """Bytes that Linux can give without swapping; None on other systems."""
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.is_file() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def _select_device(name: str) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,24 @@ async def test_refused_requests_raise_at_once_and_cost_nothing(engine: AsyncEngi
     await until_idle(engine)
 
 
+async def test_a_second_stream_of_an_id_does_not_disturb_the_first(engine: AsyncEngine) -> None:
+    first = engine.generate("Hello", LONG, request_id="same")
+    second = engine.generate("Hello", LONG, request_id="same")
+    await anext(first)
+    with pytest.raises(InvalidParameter, match="in use"):
+        await anext(second)
+    await first.aclose()  # type: ignore[attr-defined]
+    await until_idle(engine)
+
+
 async def test_the_core_refuses_what_it_cannot_run(engine: AsyncEngine) -> None:
     request = EngineRequest(request_id="long", prompt_token_ids=(1,) * 512, params=LONG, seed=0)
     with pytest.raises(InvalidParameter, match="context is 512"):
         engine.core.submit(request, lambda output: None)
+    for prompt in ((1, 49152), (-1, 2), (1, 2**40)):
+        request = EngineRequest(request_id="alien", prompt_token_ids=prompt, params=LONG, seed=0)
+        with pytest.raises(InvalidParameter, match=r"token ids beyond the model's, which are 0 to 49,151"):
+            engine.core.submit(request, lambda output: None)
 
 
 class FailsOnce:
@@ -178,6 +193,25 @@ async def test_shutdown_without_drain_ends_streams_with_abort(tiny_folder: Path)
     await engine.shutdown()
     await asyncio.wait_for(task, 10)
     assert reasons[-1] == FinishReason.ABORT
+
+
+async def test_a_question_that_the_engine_ends_before_answering_raises(engine: AsyncEngine) -> None:
+    def crash() -> None:
+        time.sleep(0.2)
+        raise RuntimeError("the thread is gone")
+
+    engine.core._commands.put(crash)
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(engine.core.kv_snapshot(), 10)
+
+
+async def test_a_question_that_comes_after_the_shutdown_raises(engine: AsyncEngine) -> None:
+    engine.core._commands.put(lambda: time.sleep(0.2))
+    ending = asyncio.create_task(engine.shutdown())
+    await asyncio.sleep(0.05)
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(engine.core.kv_snapshot(), 10)
+    await ending
 
 
 async def test_each_step_wakes_the_loop_once(engine: AsyncEngine) -> None:

@@ -6,6 +6,7 @@ and must be seen to have been that path.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,6 +104,22 @@ def test_forced_preemption(demo_folder: Path, alone: list[list[int]]) -> None:
     with engine(demo_folder, enable_prefix_caching=False, max_model_len=192, num_kv_blocks=36) as llm:
         assert tokens(llm.generate(prompts(), params(), use_tqdm=False)) == alone
         assert metric(llm, "manta_preemptions_total") > 0
+
+
+def test_resumed(demo_folder: Path, alone: list[list[int]]) -> None:
+    """What a failover does: another engine goes on from the tokens that were delivered."""
+    with engine(demo_folder) as llm:
+        rest: dict[str, list[int]] = {}
+        for index, (prompt, each) in enumerate(zip(prompts(), params(), strict=True)):
+            (request,) = llm._processor.process(prompt, each, request_id=str(index)).children
+            delivered = alone[index][: 1 + 5 * index]
+            llm.core.add_request(dataclasses.replace(request, output_token_ids=tuple(delivered)))
+            rest[request.request_id] = delivered
+        while llm.core.has_work():
+            for output in llm.core.step().outputs:
+                rest[output.request_id] = [*rest[output.request_id], *output.new_token_ids]
+                assert output.timing is None or output.timing.num_generated_tokens < MAX_TOKENS
+        assert list(rest.values()) == alone
 
 
 def test_all_at_once(demo_folder: Path, alone: list[list[int]]) -> None:

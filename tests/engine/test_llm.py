@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -115,6 +116,27 @@ def test_a_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
         llm.generate([{"prompt_token_ids": [49152]}], use_tqdm=False)
     assert not llm.core.has_work()
     assert llm.generate(["fine"], SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
+
+
+def test_an_interrupted_batch_leaves_nothing_behind(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with LLM(str(tiny_folder), load_format="dummy", num_kv_blocks=64, max_num_seqs=1, debug_integrity=True) as llm:
+        expected = llm.generate(["Hello"], params, use_tqdm=False)[0].outputs[0].token_ids
+        with monkeypatch.context() as patch:
+            # Before the worker heard that the first request's row is free.
+            patch.setattr(llm.core._executor, "execute", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["Hello"] * 3, params, use_tqdm=False)
+        assert not llm.core.has_work()
+        assert blocks_in_use(llm) == 0
+        assert llm.generate(["Hello"], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_lists_of_another_length_than_the_prompts_are_named(llm: LLM) -> None:
+    with pytest.raises(InvalidParameter, match="sampling_params: there are 2 prompts and 1 values"):
+        llm.generate(["a", "b"], [SamplingParams()], use_tqdm=False)
+    with pytest.raises(InvalidParameter, match="priority: there are 1 prompts and 2 values"):
+        llm.generate(["a"], priority=[1, 2], use_tqdm=False)
 
 
 def test_none_takes_the_models_own_defaults(llm: LLM) -> None:

@@ -1,6 +1,3 @@
-import sys
-from collections.abc import Callable
-
 import pytest
 
 from engine.kv_cache.block_hash import hash_blocks
@@ -8,6 +5,7 @@ from engine.kv_cache.events import BlockStored
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import EngineRequest, ExtraKey, Request
 from engine.sampling_params import SamplingParams
+from tests.engine.cost import lines_run
 
 ROOT = bytes(32)
 
@@ -239,24 +237,6 @@ def test_stored_events_continue_a_chain():
     compute(kv, req, 3)
     first, second, third = req.block_hashes
     assert kv.take_events() == [BlockStored((first, second), None), BlockStored((third,), second)]
-
-
-def lines_run(call: Callable[[], object]) -> int:
-    """Lines of Python that a call runs: the cost that no busy machine changes."""
-    count = 0
-
-    def trace(frame, event, arg):
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def test_cost_of_a_request_does_not_depend_on_the_size_of_the_pool():

@@ -20,7 +20,7 @@ from tests.engine.sampling.reference import (
 
 
 def state_of(vocab: int, *specs) -> SamplingState:
-    state = SamplingState(len(specs), vocab, "cpu")
+    state = SamplingState(len(specs), vocab)
     for row, spec in enumerate(specs):
         state.add(row, spec, [*spec.prompt_token_ids, *spec.output_token_ids])
     return state

@@ -19,7 +19,7 @@ def next_token(state: SamplingState, logits, num_tokens: int, row: int = 0) -> i
 
 
 def fresh(spec, token_ids=None) -> SamplingState:
-    state = SamplingState(2, VOCAB, "cpu")
+    state = SamplingState(2, VOCAB)
     state.add(0, spec, list(token_ids or [*spec.prompt_token_ids, *spec.output_token_ids]))
     return state
 
@@ -96,7 +96,7 @@ def test_a_reused_row_remembers_nothing():
         stop_token_ids=[11],
     )
     state = fresh(request(old, seed=77, prompt=[1, 2, 3]))
-    untouched = SamplingState(2, VOCAB, "cpu")
+    untouched = SamplingState(2, VOCAB)
     state.remove(0)
     for name, value in vars(state).items():
         assert np.array_equal(value, vars(untouched)[name]), name
@@ -108,7 +108,7 @@ def test_a_reused_row_remembers_nothing():
 
 
 def test_a_row_does_not_see_its_neighbours_history():
-    state = SamplingState(2, VOCAB, "cpu")
+    state = SamplingState(2, VOCAB)
     for row in (0, 1):
         state.add(row, request(PENALTIES), [0])
     state.record(0, [5, 5, 5])
@@ -123,7 +123,7 @@ def test_seeds_of_64_bits_are_kept_whole(seed):
 
 
 def test_only_rows_with_penalties_hold_arrays_of_the_vocabulary():
-    state = SamplingState(4, 10_000, "cpu")
+    state = SamplingState(4, 10_000)
     state.add(0, request(SamplingParams(top_p=0.5)), [0])
     state.record(0, [3])
     assert max(array.size for array in vars(state).values() if isinstance(array, np.ndarray)) == 4

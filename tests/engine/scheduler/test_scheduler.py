@@ -1,6 +1,3 @@
-import sys
-from collections.abc import Callable
-
 import pytest
 
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -9,6 +6,7 @@ from engine.request import FinishReason, RequestStatus
 from engine.sampling_params import InvalidParameter
 from engine.scheduler import Scheduler
 from engine.scheduler.scheduler import SchedulerCounts
+from tests.engine.cost import lines_run
 from tests.engine.scheduler.device import Clock, Device, make_request, next_token, run_step, shares, true_output
 
 BLOCK = 4
@@ -446,6 +444,26 @@ def test_requests_past_their_deadline_end_running_or_waiting():
     engine.finish()
 
 
+def test_a_deadline_does_not_outlive_its_request():
+    engine = Engine()
+    engine.add("a", prompt(1, 4), deadline=105.0, max_tokens=5)
+    engine.step()
+    engine.scheduler.abort("a")
+    engine.add("a", prompt(1, 4), deadline=200.0, max_tokens=5)
+    engine.clock.now = 105.0
+    _, outputs = engine.step()
+    assert outputs["a"].finish_reason is None
+    engine.finish()
+
+
+def test_deadlines_of_ended_requests_do_not_pile_up():
+    engine = Engine()
+    for number in range(1000):
+        engine.add(f"r{number}", [number], deadline=1e9 - number, max_tokens=1)
+        engine.finish()
+    assert len(engine.scheduler._deadlines) < 100
+
+
 def test_a_failed_step_costs_its_requests_and_leaves_nothing_in_the_cache():
     engine = Engine(seqs=2)
     for number, name in enumerate("abc"):
@@ -464,18 +482,6 @@ def test_a_failed_step_costs_its_requests_and_leaves_nothing_in_the_cache():
     assert work.released == ()
     assert shares(work) == {"c": 8, "again": 8}
     engine.finish()
-
-
-def test_fail_all_ends_everything():
-    engine = Engine(seqs=1)
-    engine.add("a", prompt(1, 8), max_tokens=4)
-    engine.add("b", prompt(2, 8), max_tokens=4)
-    engine.step()
-    outputs = engine.scheduler.fail_all("closing")
-    assert {(output.request_id, output.error) for output in outputs} == {("a", "closing"), ("b", "closing")}
-    assert not engine.scheduler.has_unfinished()
-    assert engine.scheduler.load() == EngineLoad(0, 0, 0, 0, 64)
-    engine.scheduler.check_integrity()
 
 
 # ---- drafts ----
@@ -569,24 +575,6 @@ def test_load_counts_what_is_still_to_be_prefilled():
     engine.step()
     # a decodes; 4 of b's tokens are computed.
     assert engine.scheduler.load() == EngineLoad(2, 1, 7, 3 + 1, 64)
-
-
-def lines_run(call: Callable[[], object]) -> int:
-    """Lines of Python that a call runs: the cost that no busy machine changes."""
-    count = 0
-
-    def trace(frame, event, arg):
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def test_cost_of_a_step_does_not_depend_on_the_pool_or_the_line():

@@ -1,0 +1,93 @@
+"""What a runner makes of a step, around the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.torch_attention import TorchAttention
+from engine.models import load_model
+from engine.outputs import ScheduledStart, ScheduledStep, SchedulerOutput, TokenLogprobs
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.worker.model_runner import ModelRunner
+from tests.engine.models.tiny import BLOCK_SIZE, SIZES, config_of, expected_logits, save_tiny
+
+PROMPT = tuple(range(3, 43))
+BLOCKS = (5, 2, 7)
+ASKS = EngineRequest(
+    request_id="a", prompt_token_ids=PROMPT, params=SamplingParams(temperature=0.0, prompt_logprobs=2), seed=0
+)
+
+
+def make_runner(model: Any, attention: Any, device: str = "cpu") -> ModelRunner:
+    return ModelRunner(
+        model,
+        attention,
+        vocab_size=SIZES["vocab_size"] or 0,
+        max_model_len=64,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        block_size=BLOCK_SIZE,
+        device=torch.device(device),
+    )
+
+
+def chunk(first: int, last: int, *, reported: int | None = None, released: tuple[str, ...] = ()) -> SchedulerOutput:
+    """Computes tokens [first, last) of the prompt; a start where `reported` says how many rows were put out."""
+    starts = () if reported is None else (ScheduledStart(ASKS, PROMPT, BLOCKS, first, reported),)
+    step = ScheduledStep("a", first, last - first, (), samples=last == len(PROMPT))
+    return SchedulerOutput((step,), starts, released)
+
+
+def test_prompt_logprobs_go_on_after_a_preemption_without_gap_or_repeat(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "LlamaForCausalLM")
+    config = config_of(reference, tmp_path)
+    attention = TorchAttention()
+    with torch.inference_mode():
+        model = load_model(config, load_format="auto", device="cpu", attention=attention)
+    runner = make_runner(model, attention)
+    shape = attention.kv_cache_shape(8, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    runner.bind_kv_caches([(torch.empty(shape), torch.empty(shape)) for _ in range(config.num_layers)])
+
+    parts: list[TokenLogprobs] = []
+    # The second start finds 16 tokens in the prefix cache and computes 7 of its tokens once more.
+    for work in (chunk(0, 23, reported=0), chunk(16, 31, reported=23, released=("a",)), chunk(31, 40)):
+        (result,) = runner.execute(work)
+        assert result.prompt_logprobs is not None
+        parts.append(result.prompt_logprobs)
+    assert [len(part.ranks) for part in parts] == [23, 8, 8]
+
+    expected = expected_logits(reference, PROMPT).log_softmax(-1)[:-1]
+    targets = torch.tensor(PROMPT[1:])[:, None]
+    chosen = np.concatenate([part.logprobs[:, 0] for part in parts])
+    np.testing.assert_allclose(chosen, expected.gather(1, targets)[:, 0], atol=1e-5)
+    best = np.concatenate([part.token_ids[:, 1:] for part in parts])
+    np.testing.assert_array_equal(best, expected.topk(2).indices)
+    ranks = np.concatenate([part.ranks for part in parts])
+    np.testing.assert_array_equal(ranks, 1 + (expected > expected.gather(1, targets)).sum(1))
+
+
+class _Elsewhere:
+    """A model on another device; it remembers where its inputs lay."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Any) -> torch.Tensor:
+        self.seen |= {token_ids.device.type, positions.device.type}
+        return torch.zeros(len(token_ids), 4)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(hidden), SIZES["vocab_size"] or 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_models_inputs_lie_on_its_device(device: str) -> None:
+    model = _Elsewhere()
+    make_runner(model, TorchAttention(), device).execute(chunk(0, 40, reported=0))
+    assert model.seen == {device}
