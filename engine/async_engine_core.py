@@ -81,6 +81,7 @@ class AsyncEngineCore:
         Raises:
             InvalidParameter: the engine cannot run it.
             ValueError: its id is in use.
+            RuntimeError: this is not the loop that the engine is used on.
             EngineDeadError: the engine has ended or is shutting down.
         """
         self.check_health()
@@ -89,8 +90,10 @@ class AsyncEngineCore:
         self._core.check_request(request)
         if request.request_id in self._sinks:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise RuntimeError("the engine is used on another event loop; it stays with the first one")
+        self._loop = loop
         self._sinks[request.request_id] = sink
         self._idle.clear()
         self._commands.put(partial(self._core.add_request, request))
@@ -231,11 +234,11 @@ class AsyncEngineCore:
         for output in step.outputs:
             sink = self._sinks.pop(output.request_id, None) if output.finished else self._sinks.get(output.request_id)
             if sink is not None:
-                sink(output)
+                _call(sink, output)
         if not self._sinks:
             self._idle.set()
         for listener in self._step_listeners:
-            listener(step)
+            _call(listener, step)
 
     def _deliver_death(self) -> None:
         error = f"the engine ended: {self._death!r}"
@@ -249,3 +252,11 @@ class AsyncEngineCore:
         for answer in self._answers:
             if not answer.done():
                 answer.set_exception(EngineDeadError("the engine has ended"))
+
+
+def _call(receiver: Callable[[T], None], news: T) -> None:
+    """One receiver's fault must not keep the news from the others."""
+    try:
+        receiver(news)
+    except Exception:
+        logger.exception("receiver_failed")

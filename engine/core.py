@@ -125,6 +125,10 @@ class EngineCore:
     def load(self) -> EngineLoad:
         return self._scheduler.load()
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks; False, and nothing done, while requests run."""
+        return self._kv_cache.reset_prefix_cache()
+
     def kv_snapshot(self) -> list[BlockStored]:
         """The blocks that are cached now, in no particular order."""
         return self._kv_cache.snapshot()

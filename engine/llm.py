@@ -110,6 +110,10 @@ class LLM:
         ]
         return self._run(processed, use_tqdm)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks, for a measurement that starts cold."""
+        return self.core.reset_prefix_cache()
+
     def shutdown(self) -> None:
         """Gives the model's memory back. May be called twice."""
         self.core.shutdown()

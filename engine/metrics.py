@@ -84,15 +84,15 @@ class EngineMetrics:
         for output in outputs:
             generated += len(output.new_token_ids)
             if output.timing is not None:
-                self._observe_times(output.timing, output.finish_reason, bool(output.new_token_ids))
+                self._observe_times(output.timing, len(output.new_token_ids))
             if output.finish_reason is not None:
                 self._finished.labels(reason=output.finish_reason.value, **self._label).inc()
         self._generated_tokens.inc(generated)
 
-    def _observe_times(self, timing: RequestTiming, reason: FinishReason | None, has_tokens: bool) -> None:
+    def _observe_times(self, timing: RequestTiming, num_new_tokens: int) -> None:
         first, last, count = timing.first_token_at, timing.finished_at, timing.num_generated_tokens
         # An output carries times at the first token and at the end, which may be the same output.
-        is_first = has_tokens and (reason is None or count == 1)
+        is_first = 0 < num_new_tokens == count
         if is_first and timing.scheduled_at is not None and first is not None:
             self._queue_time.observe(timing.scheduled_at - timing.queued_at)
             self._first_token.observe(first - timing.queued_at)

@@ -49,11 +49,6 @@ class KVCacheManager:
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         self._root = root
 
-    @property
-    def usage(self) -> float:
-        """Share of the blocks that requests hold, in [0, 1]."""
-        return self.block_pool.num_used / self.block_pool.num_blocks
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -57,22 +56,12 @@ def load_model(
 def _open(config: ModelConfig, load_format: LoadFormat, weights: Weights, placement: Placement, seed: int) -> Tensors:
     if load_format == "dummy":
         return draw_dummy(weights, placement, seed)
-    gguf = _gguf_file(config.path)
-    if load_format == "safetensors" or (load_format == "auto" and gguf is None):
-        if not config.path.is_dir():
-            raise InvalidParameter.of("model", str(config.path), "must be a folder that holds safetensors")
-        return read_safetensors(config.path)
-    if gguf is None:
-        raise InvalidParameter.of("model", str(config.path), "must be a .gguf file, or a folder that holds one")
-    return read_gguf(gguf, placement.dtype)
-
-
-def _gguf_file(path: Path) -> Path | None:
-    """The GGUF file that path names, or that stands alone in the folder path."""
-    if path.suffix == ".gguf":
-        return path
-    files = sorted(path.glob("*.gguf"))
-    return files[0] if len(files) == 1 and not any(path.glob("*.safetensors")) else None
+    is_gguf = config.path.suffix == ".gguf"
+    if load_format == "gguf" and not is_gguf:
+        raise InvalidParameter.of("model", str(config.path), "must be a .gguf file")
+    if load_format == "safetensors" and is_gguf:
+        raise InvalidParameter.of("model", str(config.path), "must be a folder that holds safetensors")
+    return read_gguf(config.path, placement.dtype) if is_gguf else read_safetensors(config.path)
 
 
 def _fill(weights: Weights, tensors: Tensors, placement: Placement, redundant: set[str], source: str) -> None:

@@ -351,7 +351,6 @@ class Scheduler:
         self._kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
         self._released.append(request.request_id)
         self._waiting.push(request)
         self._counts = self._counts._replace(preemptions=self._counts.preemptions + 1)

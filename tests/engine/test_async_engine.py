@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, AsyncEngine, EngineDeadError, EngineRequest, InvalidParameter, SamplingParams
-from engine.outputs import SampledStep, SchedulerOutput
+from engine.outputs import EngineOutput, SampledStep, SchedulerOutput
 from engine.request import FinishReason
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -221,3 +221,22 @@ async def test_each_step_wakes_the_loop_once(engine: AsyncEngine) -> None:
     await collect(engine, "Hello", params)
     assert max(seen) == 4
     assert len(seen) <= 14
+
+
+async def test_a_receiver_that_raises_keeps_no_news_from_the_others(engine: AsyncEngine) -> None:
+    def broken(output: EngineOutput) -> None:
+        raise RuntimeError("a bug of the caller")
+
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    engine.core.submit(EngineRequest(request_id="bad", prompt_token_ids=(1, 2), params=params, seed=0), broken)
+    assert len((await collect(engine, "Hello", params))[1]) == 5
+    await until_idle(engine)
+
+
+def test_an_engine_stays_with_its_first_loop(tiny_folder: Path) -> None:
+    engine = AsyncEngine(str(tiny_folder), load_format="dummy", dtype="float32", num_kv_blocks=64)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    asyncio.run(collect(engine, "Hello", params))
+    with pytest.raises(RuntimeError, match="another event loop"):
+        asyncio.run(collect(engine, "Hello", params))
+    asyncio.run(engine.shutdown())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,11 @@ def test_all_at_once(demo_folder: Path, alone: list[list[int]]) -> None:
             assert tokens(outputs) == alone
         assert metric(llm, "manta_preemptions_total") > 0
         assert metric(llm, "manta_prefix_cache_hit_tokens_total") > 0
+
+
+def test_one_of_many_completions(demo_folder: Path, alone: list[list[int]]) -> None:
+    with engine(demo_folder) as llm:
+        many = llm.generate(prompts()[1:2], replace(params()[1], n=3), use_tqdm=False)[0]
+        assert many.outputs[0].token_ids == alone[1]
+        # The children share the prompt's blocks: only the first computes them.
+        assert metric(llm, "manta_prefix_cache_hit_tokens_total") >= 2 * (len(many.prompt_token_ids) // 16 * 16 - 16)

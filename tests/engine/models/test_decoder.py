@@ -54,7 +54,7 @@ def saved(request, tmp_path_factory):
     architecture, config = MODELS[request.param]
     folder = tmp_path_factory.mktemp("model")
     model = save_tiny(folder, architecture, **config)
-    return model, config_of(model, folder)
+    return model, config_of(folder)
 
 
 @pytest.mark.parametrize("chunks", [[75], [30, 1, 17, 27], [1]], ids=["at once", "in chunks", "token by token"])
@@ -96,7 +96,7 @@ def test_demo_model_equals_transformers(demo_folder):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32).eval()
-    config = config_of(model, demo_folder, max_model_len=256)
+    config = config_of(demo_folder, max_model_len=256)
     runner = Runner(config)
     ids = [504, 3575, 282, 4649, 314, 7042, 28, 284, 260, 3575, 282, 5560, 314] * 4
     expected = expected_logits(model, ids)

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.attention.torch_attention import TorchAttention
+from engine.hub import SUPPORTED_ARCHITECTURES
 from engine.models import CheckpointError, load_model
+from engine.models.registry import MODELS
 from engine.sampling_params import InvalidParameter
 from tests.engine.models.tiny import Runner, config_of, expected_logits, save_tiny
 
@@ -20,7 +22,7 @@ IDS = list(range(3, 60, 2))
 @pytest.fixture
 def saved(tmp_path):
     model = save_tiny(tmp_path, "LlamaForCausalLM")
-    return model, config_of(model, tmp_path)
+    return model, config_of(tmp_path)
 
 
 def load(config, load_format="auto", seed=0):
@@ -41,16 +43,16 @@ def change(config, edit):
 def test_sharded_checkpoint(tmp_path):
     model = save_tiny(tmp_path, "LlamaForCausalLM", max_shard_size="40KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    logits = Runner(config_of(model, tmp_path)).logits(IDS, [len(IDS)])
+    logits = Runner(config_of(tmp_path)).logits(IDS, [len(IDS)])
     torch.testing.assert_close(logits, expected_logits(model, IDS), rtol=0.0, atol=1e-5)
 
 
 def test_missing_shard_is_named(tmp_path):
-    model = save_tiny(tmp_path, "LlamaForCausalLM", max_shard_size="40KB")
+    save_tiny(tmp_path, "LlamaForCausalLM", max_shard_size="40KB")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     shard.unlink()
     with pytest.raises(CheckpointError, match=f"names {shard.name}"):
-        load(config_of(model, tmp_path))
+        load(config_of(tmp_path))
 
 
 def test_index_may_not_lead_out_of_the_folder(saved):
@@ -92,7 +94,7 @@ def test_quantised_tensors_are_refused(saved):
 
 def test_redundant_tensors_are_passed_over(tmp_path):
     model = save_tiny(tmp_path, "LlamaForCausalLM", tie_word_embeddings=True)
-    config = config_of(model, tmp_path)
+    config = config_of(tmp_path)
     redundant = {
         "lm_head.weight": model.lm_head.weight.detach().clone(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
@@ -159,10 +161,8 @@ def test_gguf_file(tmp_path):
     path = tmp_path / "gguf" / "tiny.gguf"
     path.parent.mkdir()
     _write_gguf(path, model)
-    for target in (path, path.parent):
-        config = config_of(model, target)
-        logits = Runner(config).logits(IDS, [len(IDS)])
-        torch.testing.assert_close(logits, expected_logits(model, IDS), rtol=0.0, atol=1e-5)
+    logits = Runner(config_of(path)).logits(IDS, [len(IDS)])
+    torch.testing.assert_close(logits, expected_logits(model, IDS), rtol=0.0, atol=1e-5)
 
 
 def _write_gguf(path, model):
@@ -191,3 +191,7 @@ def _write_gguf(path, model):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_the_hub_knows_the_architectures_that_there_are_classes_for() -> None:
+    assert set(SUPPORTED_ARCHITECTURES) == set(MODELS)

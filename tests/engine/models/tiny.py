@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.torch_attention import TorchAttention
-from engine.config import ModelConfig, RopeConfig
+from engine.config import EngineConfig, ModelConfig
+from engine.hub import load_model_config
 from engine.models import load_model
 from engine.protocols import AttentionMetadata
 
@@ -44,42 +46,9 @@ def save_tiny(folder: Path, architecture: str, *, max_shard_size: str = "1GB", *
     return model
 
 
-def config_of(model: Any, folder: Path, **changes: Any) -> ModelConfig:
-    """ModelConfig of a transformers model."""
-    c = model.config
-    architecture = type(model).__name__
-    rope = {k: v for k, v in c.rope_parameters.items() if k not in ("rope_type", "rope_theta")}
-    windows = [None] * c.num_hidden_layers
-    if architecture == "MistralForCausalLM":
-        windows = [c.sliding_window] * c.num_hidden_layers
-    elif getattr(c, "layer_types", None):
-        windows = [c.sliding_window if kind == "sliding_attention" else None for kind in c.layer_types]
-    attention_bias = getattr(c, "attention_bias", False)
-    fields = {
-        "name": "tiny",
-        "path": folder,
-        "architecture": architecture,
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_layers": c.num_hidden_layers,
-        "num_heads": c.num_attention_heads,
-        "num_kv_heads": c.num_key_value_heads,
-        "head_dim": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-        "max_model_len": c.max_position_embeddings,
-        "dtype": "float32",
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope": RopeConfig(
-            theta=c.rope_parameters["rope_theta"], rope_type=c.rope_parameters["rope_type"], scaling=rope
-        ),
-        "tie_word_embeddings": c.tie_word_embeddings,
-        "attention_bias": attention_bias or architecture == "Qwen2ForCausalLM",
-        "attention_output_bias": attention_bias,
-        "mlp_bias": getattr(c, "mlp_bias", False),
-        "qk_norm": architecture == "Qwen3ForCausalLM",
-        "sliding_window": tuple(windows),
-    }
-    return ModelConfig(**(fields | changes))
+def config_of(folder: Path, **changes: Any) -> ModelConfig:
+    """What the engine makes of the saved model's config, in float32."""
+    return replace(load_model_config(EngineConfig(model=str(folder), dtype="float32")), **changes)
 
 
 class Runner:

@@ -46,7 +46,7 @@ def chunk(first: int, last: int, *, reported: int | None = None, released: tuple
 
 def test_prompt_logprobs_go_on_after_a_preemption_without_gap_or_repeat(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "LlamaForCausalLM")
-    config = config_of(reference, tmp_path)
+    config = config_of(tmp_path)
     attention = TorchAttention()
     with torch.inference_mode():
         model = load_model(config, load_format="auto", device="cpu", attention=attention)
