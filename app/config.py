@@ -135,7 +135,12 @@ class Ingress(_Strict):
         default=0.08, ge=0, description="Most seconds that a token waits for others of its stream under load."
     )
     metrics_timeout_s: float = Field(
-        default=2.0, gt=0, description="Seconds that /metrics waits for other processes; who is later is left out."
+        default=2.0,
+        gt=0,
+        description=(
+            "Seconds that /metrics waits for other processes. A replica that is later is left out; if an ingress is, "
+            "so are all ingresses but the one that is asked."
+        ),
     )
     health_check_period_s: float = Field(default=5.0, gt=0, description="Seconds between health checks.")
     health_check_timeout_s: float = Field(default=30.0, gt=0, description="Seconds a health check may take.")

@@ -48,7 +48,7 @@ class _Call:
         self.news = asyncio.Event()
         self.response: Any = None
         self.task: asyncio.Task[None] | None = None
-        # The stream that will bring its last outputs, once the replica has said that they are on it.
+        # The stream that brings its outputs, once one has brought the first or the replica has said which it is.
         self.stream_id: str | None = None
 
     @property
@@ -61,6 +61,15 @@ class _Call:
             if output.finished:
                 self.unfinished.discard(output.request_id)
             self.news.set()
+
+    def take_from(self, stream_id: str, output: EngineOutput) -> None:
+        """Takes an output off a stream, and no other stream's from then on.
+
+        Where a replica got the call but its answer was lost, Ray sends the call to another one as well.
+        """
+        self.stream_id = self.stream_id or stream_id
+        if self.stream_id == stream_id:
+            self.take(output)
 
     def fail(self, error: Exception) -> None:
         """Ends it with an error, after whatever has already come. Later ends change nothing."""
@@ -220,8 +229,8 @@ class RayEngineClient:
         if end.error is not None:
             call.fail(end.error)
         elif call.unfinished:
-            call.stream_id = end.stream_id
-            if all(link.stream_id != end.stream_id for link in self._links.values()):
+            call.stream_id = call.stream_id or end.stream_id
+            if all(link.stream_id != call.stream_id for link in self._links.values()):
                 call.fail(ReplicaDied("the stream from the replica broke"))
 
     def _expect_replica(self) -> None:
@@ -274,8 +283,16 @@ class RayEngineClient:
                 reason = "the replica closed it"
             except RayActorError:
                 reason = "the replica died"
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+                reason = "Ray cancelled it"
             except (RayError, RayServeException, TransportError) as error:
                 reason = str(error).strip().rsplit("\n", 1)[-1]
+            except Exception as error:
+                # Whatever it is: without its stream the replica would be lost to this ingress for good.
+                logger.exception("stream_failed replica=%s", link.replica_id)
+                reason = repr(error)
             finally:
                 if stream is not None:
                     stream.cancel()
@@ -288,13 +305,13 @@ class RayEngineClient:
         for output in item.outputs:
             call = self._calls.get(output.request_id)
             if call is not None:
-                call.take(output)
+                call.take_from(link.stream_id, output)
         self._index.record_load(link.replica_id, item.load)
         if self._index.apply_events(link.replica_id, item.kv_seq, item.kv_events):
             link.snapshot_task = self._start(self._fetch_snapshot(link))
 
     def _lost(self, link: _Link) -> None:
-        """Ends the calls whose last outputs were on a stream that broke. The others hear it from the replica."""
+        """Ends the calls whose outputs were on a stream that broke. Those without any hear it from the replica."""
         stream_id, link.stream_id = link.stream_id, ""
         if link.snapshot_task is not None:
             # It would come into a later stream's events.

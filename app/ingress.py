@@ -54,7 +54,14 @@ class IngressDeployment:
             heartbeat=ingress.heartbeat_s,
             coalesce=ingress.coalesce_s,
         )
-        return create_app(models, limits, IngressMetrics(self._registry), self._check_models, self._gather_metrics)
+        return create_app(
+            models,
+            limits,
+            IngressMetrics(self._registry),
+            self._check_models,
+            self._gather_metrics,
+            shows_request_id=False,  # Serve's proxy draws the id and adds it to the answer
+        )
 
     async def own_metrics(self) -> tuple[str, list[Metric]]:
         """This process's replica id and metrics; other ingresses ask for them."""

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 
 def collect_families(registry: CollectorRegistry) -> list[Metric]:
     """A registry's families with their samples, as values that can travel."""

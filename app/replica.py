@@ -49,12 +49,13 @@ class PromptCall:
             self.ended.set_result(error)
 
     def take(self, output: EngineOutput) -> None:
-        """Puts an output on the stream; dropped once the call has ended."""
-        if self.ended.done() or self.session.suspended:
+        """Puts an output on the stream; dropped once the call has ended or its ingress is lost."""
+        if self.ended.done():
             return
-        self.session.outputs.append(output)
         if output.finished:
             self.unfinished.discard(output.request_id)
+        if not self.session.suspended:
+            self.session.outputs.append(output)
             if not self.unfinished:
                 self.end()
 
@@ -112,6 +113,8 @@ class IngressSession:
         """Ends the stream and all calls whose outputs would have come through it."""
         self.closed = True
         self._news.set()
+        # Nobody asks the ingress any more, and calls that wait for its answer would wait for ever.
+        self.responsive.set()
         if self._quiet_timer is not None:
             self._quiet_timer.cancel()
         for call in self.calls:
@@ -193,10 +196,10 @@ class LLMReplica:
         self._check_pin(pinned_to)
         self._close_session(self._sessions.get(ingress_id), ingress_id, "the ingress opened another stream")
         session = self._sessions[ingress_id] = IngressSession(stream_id, self._core.load(), self._kv_seq)
-        async with self._session_opened:
-            self._session_opened.notify_all()
         lease = None if ingress is None else asyncio.create_task(self._watch(session, ingress_id, ingress))
         try:
+            async with self._session_opened:
+                self._session_opened.notify_all()
             async for item in session.items():
                 yield pack(item)
         finally:

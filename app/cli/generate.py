@@ -50,6 +50,8 @@ def generate(
 
         sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop, "n": n}
         SamplingParams.with_defaults({"max_tokens": max_tokens}, **sampling)  # refused before the model is loaded
+        if output is not None:
+            output.open("a").close()  # as is a file that cannot be written
         with LLM(model, dtype=dtype, max_model_len=max_model_len) as llm:
             defaults = {**llm.model_config.generation_defaults, "max_tokens": max_tokens}
             results = _complete(llm, rows, SamplingParams.with_defaults(defaults, **sampling))

@@ -50,6 +50,7 @@ def create_app(
     health: Callable[[], Awaitable[None]],
     gather_metrics: Callable[[], Awaitable[bytes]],
     *,
+    shows_request_id: bool = True,
     clock: Clock = time.time,
 ) -> FastAPI:
     """The service's HTTP interface.
@@ -59,6 +60,7 @@ def create_app(
         health: returns when requests can be served, raises otherwise (GET /health answers 503).
         gather_metrics: everything that GET /metrics answers, in Prometheus' text format; this ingress's own
             `metrics.registry` is the callee's to include.
+        shows_request_id: answers bear `x-request-id`; False where the server in front of it puts it there.
         clock: seconds since the epoch.
     """
     service = Service(models=models, limits=limits, metrics=metrics, clock=clock, pace=Pace(limits.coalesce))
@@ -132,7 +134,7 @@ def create_app(
         return Response(await gather_metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_middleware(Envelope, metrics=metrics, clock=clock)
+    app.add_middleware(Envelope, metrics=metrics, clock=clock, shows_id=shows_request_id)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

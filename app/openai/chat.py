@@ -36,10 +36,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         return await call.stream(_events(call, answers, params.n))
     results = await call.results(answers.generation)
     content = {
-        "id": call.id,
-        "object": "chat.completion",
-        "created": int(call.arrived),
-        "model": call.model.name,
+        **call.head("chat.completion"),
         "choices": [answers.choice(completion) for completion in results[0].outputs],
         "usage": usage_of(results),
     }

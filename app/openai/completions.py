@@ -27,12 +27,13 @@ async def create_completion(service: Service, request: Request) -> Response:
     prompts = body.prompts()
     params = _params(body, call)
     service.check_choices(len(prompts), params.n)
-    characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    processed = await on_cpu(characters, lambda: _processed(prompts, params, body, call))
+    size = sum(map(len, prompts))
+    processed = await on_cpu(size, lambda: _processed(prompts, params, body, call))
+    echo = await on_cpu(size, lambda: [_text(prompt, params, call) for prompt in prompts]) if body.echo else None
     completions = _Completions(
         generation=call.generation(processed),
         n=params.n,
-        echo=[_text(prompt, params, call) for prompt in prompts] if body.echo else None,
+        echo=echo,
         prompt_alone=body.max_tokens == 0,
         shows_prompt_logprobs=body.prompt_logprobs is not None,
         token_text=call.model.tokenizer.token_text,
@@ -41,12 +42,9 @@ async def create_completion(service: Service, request: Request) -> Response:
         return await call.stream(_events(call, completions))
     results = await call.results(completions.generation)
     content = {
-        "id": call.id,
-        "object": "text_completion",
-        "created": int(call.arrived),
-        "model": call.model.name,
+        **call.head("text_completion"),
         "choices": [choice for index, result in enumerate(results) for choice in completions.choices(index, result)],
-        "usage": completions.usage(),
+        "usage": completions.usage(results),
     }
     return json_response(content)
 
@@ -63,7 +61,7 @@ async def _events(call: Call, completions: _Completions) -> AsyncGenerator[bytes
             )
             if data:
                 yield data
-    yield writer.end(completions.usage())
+    yield writer.end(completions.usage(completions.generation.outputs()))
 
 
 def _params(body: CompletionRequest, call: Call) -> SamplingParams:
@@ -121,30 +119,32 @@ class _Completions:
     shows_prompt_logprobs: bool
     token_text: Callable[[int], str]
     _offsets: dict[int, int] = field(default_factory=dict)
+    _prompt_logprobs: dict[int, list[TokenLogprobDict | None]] = field(default_factory=dict)
 
     def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The choices of the index-th prompt that an output has news of."""
-        return [self._choice(index, self._asked_for(completion)) for completion in output.outputs]
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[index] = output.prompt_logprobs
+        return [self._choice(index, output, self._asked_for(completion)) for completion in output.outputs]
 
-    def usage(self) -> dict[str, Any]:
-        outputs = self.generation.outputs()
-        return usage_of([replace(each, outputs=[self._asked_for(c) for c in each.outputs]) for each in outputs])
+    def usage(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        return usage_of([replace(each, outputs=[self._asked_for(c) for c in each.outputs]) for each in results])
 
-    def _choice(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         position = index * self.n + completion.index
         text, token_ids = completion.text, completion.token_ids
         entries: Sequence[TokenLogprobDict | None] | None = completion.logprobs
         choice: dict[str, Any] = {"index": position, "text": text, "logprobs": None}
         if position not in self._offsets and (token_ids or completion.finished):
             self._offsets[position] = 0
-            prompt = self.generation.output(index)
             if self.echo is not None:
                 choice["text"] = self.echo[index] + text
                 if entries is not None:
-                    entries = [*(prompt.prompt_logprobs or (None,) * len(prompt.prompt_token_ids)), *entries]
-                    token_ids = [*prompt.prompt_token_ids, *token_ids]
+                    prompt_ids = output.prompt_token_ids
+                    entries = [*self._prompt_logprobs.get(index, (None,) * len(prompt_ids)), *entries]
+                    token_ids = [*prompt_ids, *token_ids]
             if self.shows_prompt_logprobs:
-                choice["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs or ())
+                choice["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs.get(index, ()))
         if entries is not None and (entries or completion.finished):
             choice["logprobs"], self._offsets[position] = completion_logprobs(
                 entries, token_ids, self._offsets[position], self.token_text

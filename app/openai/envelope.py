@@ -24,12 +24,17 @@ _CLIENTS_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Envelope:
-    """ASGI middleware. `x-request-id` is the client's where it sent a plain one, and in every answer."""
+    """ASGI middleware. A request's id is its `x-request-id` where that is a plain one.
 
-    def __init__(self, app: ASGIApp, metrics: IngressMetrics, clock: Clock) -> None:
+    Args:
+        shows_id: put it into every answer.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: IngressMetrics, clock: Clock, *, shows_id: bool) -> None:
         self._app = app
         self._metrics = metrics
         self._clock = clock
+        self._shows_id = shows_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,7 +52,8 @@ class Envelope:
             if message["type"] == "http.response.start":
                 started = True
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                if self._shows_id:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         self._metrics.in_flight.inc()

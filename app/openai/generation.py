@@ -85,10 +85,6 @@ class Generation:
                 pass
         return self.outputs()
 
-    def output(self, index: int) -> RequestOutput:
-        """All there is so far of one prompt."""
-        return self._assemblers[index].snapshot()
-
     def outputs(self) -> list[RequestOutput]:
         """All there is so far."""
         return [assembler.snapshot() for assembler in self._assemblers]

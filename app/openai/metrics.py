@@ -11,7 +11,7 @@ TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 class IngressMetrics:
     """Collectors of one ingress, in the registry that it is given; touched on its event loop alone.
 
-    Paths are route templates (`/v1/models/{model_id}`), `other` where no route matched, so that clients cannot
+    Paths are route templates (`/v1/models/{model_id:path}`), `other` where no route matched, so that clients cannot
     invent label values.
     """
 

@@ -296,7 +296,8 @@ class TemplateFields(RequestModel):
         }
 
     def characters(self) -> int:
-        return sum(len(part.text) for message in self.messages for part in message.content or ())
+        """How long it is, as JSON: tools and calls count like contents."""
+        return len(self.model_dump_json(include={"messages", "tools", "chat_template_kwargs"}, exclude_none=True))
 
     @model_validator(mode="after")
     def _no_fields_among_variables(self) -> Self:

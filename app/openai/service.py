@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +23,9 @@ from engine.outputs import RequestOutput
 from engine.processor import ProcessedRequest
 from engine.request import Clock
 from engine.sampling_params import InvalidParameter
+
+DEADLINE_SLACK_S = 1.0
+"""How much later than the ingress the engine gives a request up: an end by the engine looks like an abort."""
 
 LONG_TEXT = 4_000
 """Characters whose tokenisation, some milliseconds, the event loop need not wait for."""
@@ -87,14 +91,23 @@ class Call:
             "client_request_id": self.request.state.request_id,
             "model": self.model.name,
             "priority": self.body.priority,
-            "deadline": None if timeout is None else self.arrived + timeout,
+            "deadline": None if timeout is None else self.arrived + timeout + DEADLINE_SLACK_S,
             "cache_salt": self.body.cache_salt,
         }
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the request is given up; None is never."""
+        timeout = self.service.limits.request_timeout
+        return None if timeout is None else max(0.0, self.arrived + timeout - self.service.clock())
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """What an answer and each of its chunks begin with."""
+        return {"id": self.id, "object": kind, "created": int(self.arrived), "model": self.model.name}
+
     def chunk_writer(self, kind: str) -> ChunkWriter:
-        common = {"id": self.id, "object": kind, "created": int(self.arrived), "model": self.model.name}
         options = self.body.stream_options
-        return ChunkWriter(common, include_usage=options is not None and options.include_usage)
+        return ChunkWriter(self.head(kind), include_usage=options is not None and options.include_usage)
 
     def generation(self, processed: Sequence[ProcessedRequest]) -> Generation:
         def first_token() -> None:
@@ -107,27 +120,26 @@ class Call:
         """All outputs, when they have ended; ends the generation as soon as the client goes away."""
 
         async def run() -> list[RequestOutput]:
-            async with asyncio.timeout(self.service.limits.request_timeout):
+            async with asyncio.timeout(self.seconds_left):
                 return await generation.results()
 
         return await unless_disconnected(self.request.receive, run())
 
     async def stream(self, events: AsyncGenerator[bytes, None]) -> Response:
         """A response of SSE bytes. What fails before the first of them is raised."""
-        limits = self.service.limits
 
         async def in_time() -> AsyncGenerator[bytes, None]:
-            async with asyncio.timeout(limits.request_timeout):
+            async with asyncio.timeout(self.seconds_left), aclosing(events):
                 async for data in events:
                     yield data
 
-        stream = EventStream(in_time(), pace=self.service.pace, heartbeat=limits.heartbeat)
+        stream = EventStream(in_time(), pace=self.service.pace, heartbeat=self.service.limits.heartbeat)
         await unless_disconnected(self.request.receive, stream.start())
         return EventStreamResponse(stream, self.service.metrics.disconnects.inc)
 
 
 async def on_cpu(characters: int, work: Callable[[], T]) -> T:
-    """Runs text work here, or on a thread where it is long."""
+    """Runs text work here, or on a thread where it is long; of a prompt of tokens they are what is counted."""
     return await asyncio.to_thread(work) if characters > LONG_TEXT else work()
 
 
@@ -150,19 +162,13 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.wait([worker, watcher])
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage_of(results: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Prompts count once, whatever n is."""
+    prompt_tokens = sum(len(result.prompt_token_ids) for result in results)
+    completion_tokens = sum(len(completion.token_ids) for result in results for completion in result.outputs)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in results)},
     }
-
-
-def usage_of(results: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Prompts count once, whatever n is."""
-    return usage(
-        sum(len(result.prompt_token_ids) for result in results),
-        sum(len(completion.token_ids) for result in results for completion in result.outputs),
-        sum(result.num_cached_tokens for result in results),
-    )

@@ -110,6 +110,7 @@ class ReplicaState:
 class _Call:
     num_requests: int
     replica_id: str | None = None
+    accepted: bool = False
 
 
 class ReplicaIndex:
@@ -141,11 +142,18 @@ class ReplicaIndex:
             for listener in listeners:
                 listener()
 
-    def assign(self, call_id: str, replica_id: str) -> None:
-        """Notes where a call goes; a later word for the same call replaces this one. Unknown calls are ignored."""
+    def assign(self, call_id: str, replica_id: str, *, accepted: bool = False) -> None:
+        """Notes where a call goes; a later word for the same call replaces this one. Unknown calls are ignored.
+
+        Args:
+            accepted: the replica has taken it; before that it may die or refuse, and the call goes elsewhere.
+        """
         with self._lock:
             call = self._calls.get(call_id)
-            if call is None or call.replica_id == replica_id:
+            if call is None:
+                return
+            call.accepted = accepted
+            if call.replica_id == replica_id:
                 return
             self._release(call)
             call.replica_id = replica_id
@@ -188,10 +196,10 @@ class ReplicaIndex:
                 self._drop_strangers()
 
     def replica_of(self, call_id: str) -> str | None:
-        """Where a call went; None until that is known."""
+        """The replica that took a call; None until one has."""
         with self._lock:
             call = self._calls.get(call_id)
-            return call.replica_id if call else None
+            return call.replica_id if call and call.accepted else None
 
     def in_flight(self, replica_id: str) -> int:
         with self._lock:
@@ -202,11 +210,6 @@ class ReplicaIndex:
         with self._lock:
             if replica_id in self._replicas:
                 self._replicas[replica_id].load = load
-
-    def load_of(self, replica_id: str) -> EngineLoad | None:
-        with self._lock:
-            state = self._replicas.get(replica_id)
-            return state.load if state else None
 
     def apply_events(self, replica_id: str, seq: int, events: Sequence[KVEvent]) -> bool:
         """See CachedBlocks.apply."""

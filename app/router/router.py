@@ -85,9 +85,10 @@ class LoadRouter(RequestRouter):
         return [[by_id[replica_id]] for replica_id in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Corrects the index where the first choice did not take the request."""
+        """Tells the index which replica took the request: the first choice or another."""
         if pending_request.metadata.call_method == ROUTED_METHOD and PIN not in pending_request.kwargs:
-            self._replica_index().assign(pending_request.args[0][0].request_id, replica_id.unique_id)
+            request_id = pending_request.args[0][0].request_id
+            self._replica_index().assign(request_id, replica_id.unique_id, accepted=True)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Ray's word on who takes requests."""

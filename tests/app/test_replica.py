@@ -18,13 +18,16 @@ from tests.app.scripted_engine import HANG, ScriptedReplica, Step, request
 NO_LOAD = EngineLoad(0, 0, 0, 0, 100)
 
 
+class LoneReplica(ScriptedReplica):
+    def __del__(self) -> None:  # type: ignore[override]
+        """Serve awaits the replica's; the garbage collector cannot."""
+
+
 @pytest.fixture
 async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ScriptedReplica]:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="me"))
     monkeypatch.setattr("app.replica.serve.get_replica_context", lambda: context)
-    # Serve awaits it; the garbage collector cannot.
-    monkeypatch.delattr("app.replica.LLMReplica.__del__")
-    replica = ScriptedReplica(EngineConfig(model="scripted", max_num_seqs=4), 3, 10.0)
+    replica = LoneReplica(EngineConfig(model="scripted", max_num_seqs=4), 3, 10.0)
     yield replica
     await replica._core.shutdown()
 
@@ -173,6 +176,31 @@ async def test_a_call_does_not_end_while_its_ingress_is_silent(replica: Scripted
     await stream.aclose()
 
 
+async def test_a_call_that_waits_for_a_silent_ingress_ends_with_the_stream(replica: ScriptedReplica) -> None:
+    ingress = Ingress()
+    replica._lease_s = 60.0
+    stream = replica.outputs("ingress", "stream", ingress, pinned_to="me")  # type: ignore[arg-type]
+    await anext(stream)
+    session = replica._sessions["ingress"]
+    call = asyncio.create_task(replica.generate((request("a", 1, 1),), "ingress"))
+    await asyncio.sleep(0)
+    session.responsive.clear()
+    while (await replica.state(pinned_to="me"))["running"]:
+        await asyncio.sleep(0.01)
+    assert not call.done()
+    await stream.aclose()
+    assert await asyncio.wait_for(call, 5) == CallEnd("stream")
+
+
+async def test_a_stream_that_is_cancelled_while_it_opens_leaves_no_session(replica: ScriptedReplica) -> None:
+    async with replica._session_opened:
+        reader = Reader(replica)
+        while not replica._sessions:
+            await asyncio.sleep(0)
+        await reader.close()
+    assert replica._sessions == {}
+
+
 async def test_an_ingress_that_outlives_its_lease_loses_its_requests(replica: ScriptedReplica) -> None:
     ingress = Ingress()
     replica._lease_s = 0.1
@@ -184,6 +212,7 @@ async def test_an_ingress_that_outlives_its_lease_loses_its_requests(replica: Sc
     while not (await replica.state(pinned_to="me"))["aborted"]:
         await asyncio.sleep(0.01)
     assert not call.done(), "its end would hold up the replica"
+    assert replica._num_unfinished == 0, "what was aborted takes no place in the queue"
     ingress.answers.set()
     assert isinstance((await asyncio.wait_for(call, 10)).error, ReplicaDied)
     with pytest.raises(StopAsyncIteration):

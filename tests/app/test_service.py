@@ -87,6 +87,13 @@ async def test_each_model_answers_with_its_own_tokens(http: httpx.AsyncClient) -
     assert [m["id"] for m in (await http.get("/v1/models")).json()["data"]] == ["tiny", "other"]
 
 
+async def test_an_answer_bears_one_request_id(http: httpx.AsyncClient) -> None:
+    given = await http.get("/v1/models", headers={"x-request-id": "mine-1"})
+    drawn = await http.get("/v1/models")
+    assert given.headers.get_list("x-request-id") == ["mine-1"]
+    assert len(drawn.headers.get_list("x-request-id")) == 1
+
+
 async def test_metrics_cover_every_process_and_count_every_token(http: httpx.AsyncClient) -> None:
     before = await samples(http)
     await asyncio.gather(*[complete(http, prompt=f"prompt {i}", max_tokens=10) for i in range(20)])

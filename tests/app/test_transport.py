@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 
-from app.engine_client import RayEngineClient
+from app.engine_client import RayEngineClient, _Call
 from app.transport import NoReplica, QueueFull, ReplicaDied, StreamItem, pack, unpack
 from engine.kv_cache.events import AllBlocksCleared, BlockStored
 from engine.outputs import EngineLoad, EngineOutput, RequestTiming, TokenLogprobs
@@ -200,6 +200,36 @@ async def test_a_broken_stream_fails_its_prompts_and_is_opened_again(shared: Any
         assert await tokens_of(client, r) == {r.request_id: [1, 2, 3, 4, 5]}
 
 
+async def test_a_stream_that_cannot_be_read_is_opened_again(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with client_of(shared) as client:
+        await tokens_of(client, request(new_id()))
+        failures = 0
+
+        def garbled(data: bytes) -> StreamItem:
+            nonlocal failures
+            failures += 1
+            monkeypatch.undo()
+            raise ValueError("garbled")
+
+        monkeypatch.setattr("app.engine_client.unpack", garbled)
+        with pytest.raises(ReplicaDied):
+            await tokens_of(client, request(new_id(), 1, LONG))
+        assert failures == 1
+        async with asyncio.timeout(5):
+            for result in await asyncio.gather(*[tokens_of(client, request(new_id())) for _ in range(6)]):
+                assert list(result.values()) == [[1, 2, 3, 4, 5]]
+
+
+async def test_a_call_that_ray_sent_twice_takes_the_outputs_of_one_stream() -> None:
+    call = _Call((request("a"),), 0.0)
+    for stream_id in ("one", "two"):
+        call.take_from(stream_id, EngineOutput("a", (1,)))
+    call.take_from("two", EngineOutput("a", (2,), finish_reason=FinishReason.LENGTH))
+    call.take_from("one", EngineOutput("a", (2,), finish_reason=FinishReason.LENGTH))
+    assert [output.new_token_ids for output in call.outputs] == [(1,), (2,)]
+    assert not call.unfinished
+
+
 async def test_the_index_follows_the_engines_prefix_caches_over_a_broken_stream(shared: Any) -> None:
     async with client_of(shared) as client:
 
@@ -281,6 +311,16 @@ async def test_without_a_replica_a_request_gives_up(deploy_scripted: Callable[..
     scaling = {"min_replicas": 0, "max_replicas": 1, "initial_replicas": 0, "upscale_delay_s": 1000.0}
     handle = deploy_scripted("absent", None, autoscaling_config=scaling)
     async with client_of(handle, replica_wait_s=0.3) as client:
+        with pytest.raises(NoReplica):
+            await tokens_of(client, request(new_id()))
+
+
+async def test_a_request_sent_to_a_replica_that_has_just_died_gives_up(deploy_scripted: Callable[..., Any]) -> None:
+    async with client_of(deploy_scripted("just-died"), replica_wait_s=0.2) as client:
+        await tokens_of(client, request(new_id()))
+        (state,) = (await client.call_replicas("state", 10.0)).values()
+        os.kill(state["pid"], signal.SIGKILL)
+        # Ray tries again until there is a replica, which takes it a second or more to make.
         with pytest.raises(NoReplica):
             await tokens_of(client, request(new_id()))
 

@@ -42,6 +42,12 @@ def test_user_errors_exit_with_2_and_without_a_traceback(args: list[str]) -> Non
     assert done.stderr
 
 
+def test_output_that_cannot_be_written_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    args = ["generate", "x", "--model", str(tmp_path), "--output", str(tmp_path / "no" / "out.jsonl")]
+    done = CliRunner().invoke(app, args)
+    assert (done.exit_code, "out.jsonl" in done.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     "row", ["{", "3", "{}", '{"prompt": "a", "messages": []}', '{"prompt": 3}', '{"messages": {}}']
 )

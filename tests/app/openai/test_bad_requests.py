@@ -274,6 +274,7 @@ async def test_long_body_is_refused_declared_or_not(app_over: AppOver, tokenizer
         lying = await client.post(CHAT, content=b"{}", headers={**headers, "content-length": "9" * 400})
     assert [answer.status_code for answer in (declared, undeclared, lying)] == [413, 413, 413]
     assert declared.json()["error"]["code"] == "body_too_long"
+    assert read <= 1100, "the rest of it was not waited for"
 
 
 async def test_nothing_bad_reaches_the_engine(app_over: AppOver, tokenizer: Tokenizer) -> None:

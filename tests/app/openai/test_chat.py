@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
 from app.openai.responses import ChatCompletionChunk, ChatCompletionResponse
 from app.transport import EngineFailed, NoReplica, QueueFull
+from engine.outputs import EngineOutput
+from engine.request import FinishReason
 from engine.tokenizer import Tokenizer
 from tests.app.openai.conftest import AppOver, events, http, openai_client, saying
+from tests.app.openai.scripted_client import ScriptedClient
 
 QUESTION = [{"role": "user", "content": "Hi"}]
 
@@ -259,6 +266,39 @@ async def test_long_wait_is_kept_open_by_comments(app_over: AppOver, tokenizer: 
         answer = await client.post("/v1/chat/completions", json={"model": "demo", "messages": QUESTION, "stream": True})
     assert answer.text.startswith(": ")
     assert events(answer.text)[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engine_that_ends_a_request_at_its_deadline_does_not_overtake_the_timeout(
+    app_over: AppOver, stream: bool
+) -> None:
+    class Punctual(ScriptedClient):
+        async def generate(self, requests: Any) -> Any:
+            await asyncio.sleep(requests[0].deadline - time.time())
+            yield [EngineOutput(requests[0].request_id, finish_reason=FinishReason.ABORT)]
+
+    async with http(app_over(Punctual(lambda request: []), request_timeout=0.1)) as client:
+        body = {"model": "demo", "messages": QUESTION, "stream": stream}
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+
+
+async def test_large_tools_are_rendered_off_the_loop(
+    app_over: AppOver, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_loop = []
+
+    def render_chat(*args: Any, **more: Any) -> str:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return "x"
+
+    monkeypatch.setattr(tokenizer, "render_chat", render_chat)
+    async with http(app_over(saying(tokenizer, "ok"))) as client:
+        for description in ("short", "long " * 2000):
+            tool = {"type": "function", "function": {"name": "f", "description": description}}
+            body = {"model": "demo", "messages": QUESTION, "tools": [tool]}
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert on_loop == [True, False]
 
 
 async def test_request_that_takes_too_long_is_given_up(app_over: AppOver, tokenizer: Tokenizer) -> None:

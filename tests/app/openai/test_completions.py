@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from app.openai.responses import CompletionResponse
+from engine.output_processor import OutputProcessor
 from engine.outputs import EngineOutput
 from engine.request import FinishReason
 from engine.tokenizer import Tokenizer
@@ -166,6 +167,19 @@ async def test_special_tokens_are_added_only_where_asked(
         for add in (True, False):
             await client.post(PATH, json={"model": "demo", "prompt": "x", "add_special_tokens": add})
     assert [request.prompt_token_ids[0] == 1 for request in engine.requests] == [True, False]
+
+
+async def test_work_of_an_answer_does_not_grow_with_the_square_of_n(
+    app_over: AppOver, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = []
+    snapshot = OutputProcessor.snapshot
+    monkeypatch.setattr(OutputProcessor, "snapshot", lambda self: snapshots.append(1) or snapshot(self))
+    body = {"model": "demo", "prompt": "x", "n": 64, "echo": True, "logprobs": 0}
+    async with http(app_over(saying(tokenizer, "a", "b", ends=False))) as client:
+        for stream in (False, True):
+            assert (await client.post(PATH, json={**body, "stream": stream})).status_code == 200
+    assert len(snapshots) < 10
 
 
 async def test_failing_prompt_fails_the_request_and_ends_the_others(app_over: AppOver, tokenizer: Tokenizer) -> None:
