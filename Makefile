@@ -21,8 +21,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 serve: setup
-	$(BIN)/manta models fetch demo
-	$(BIN)/serve run serve_configs/demo.yaml
+	@$(BIN)/manta models fetch demo
+	@$(BIN)/manta check serve_configs/demo.yaml
+	@echo "Starting the service; after its line 'service_ready', talk to it with: $(BIN)/manta chat" >&2
+	@RAY_USAGE_STATS_ENABLED=0 $(BIN)/serve run serve_configs/demo.yaml
 
 lint: setup
 	$(BIN)/ruff check .

@@ -121,7 +121,9 @@ class Ingress(_Strict):
     """The processes that speak HTTP: authorise, tokenize, route, detokenize."""
 
     num_replicas: int = Field(default=1, ge=1, description="Ingress processes.")
-    num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs that Ray reserves for each.")
+    num_cpus: float = Field(
+        default=0.0, ge=0, description="Logical CPUs that Ray reserves for each; 0 lets it run beside the engines."
+    )
     max_ongoing_requests: int = Field(default=1000, ge=1, description="HTTP requests that one answers at a time.")
     max_body_bytes: int = Field(default=8 << 20, ge=1, description="A longer body is refused with 413.")
     max_choices: int = Field(default=256, ge=1, description="Most completions of one request: prompts times n.")

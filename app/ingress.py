@@ -15,7 +15,8 @@ from ray.serve.handle import DeploymentHandle
 
 from app.config import ModelDeployment, ServiceConfig
 from app.engine_client import RayEngineClient
-from app.metrics import collect_families, render
+from app.logs import log_through_serve
+from app.metrics import collect_families, labelled, render
 from app.openai.application import create_app
 from app.openai.metrics import IngressMetrics
 from app.openai.served_model import Limits, ServedModel
@@ -25,6 +26,8 @@ from engine.processor import Processor
 from engine.tokenizer import load_tokenizer
 
 logger = logging.getLogger("ray.serve")
+
+READY_POLL_S = 0.2
 
 
 @serve.ingress()
@@ -37,12 +40,14 @@ class IngressDeployment:
     """
 
     def __init__(self, config: ServiceConfig, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
+        log_through_serve()
         self._config = config
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
         self._own_deployment = (context.deployment, context.app_name)
         self._registry = CollectorRegistry()
         self._clients = {model.name: self._client(handles[model.name], model) for model in self._config.models}
+        self._announcement = asyncio.get_running_loop().create_task(self._announce())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         models = {model.name: self._served(model) for model in self._config.models}
@@ -68,6 +73,8 @@ class IngressDeployment:
         return self._replica_id, collect_families(self._registry)
 
     async def __del__(self) -> None:
+        if announcement := getattr(self, "_announcement", None):
+            announcement.cancel()
         for client in getattr(self, "_clients", {}).values():
             await client.close()
 
@@ -101,16 +108,27 @@ class IngressDeployment:
         )
 
     async def _check_models(self) -> None:
-        down = [name for name, client in self._clients.items() if not client.replicas.members]
-        if down:
+        if down := self._models_down():
             raise NoReplica(f"no replica is up of: {', '.join(down)}")
+
+    def _models_down(self) -> list[str]:
+        return [name for name, client in self._clients.items() if not client.replicas.members]
+
+    async def _announce(self) -> None:
+        """Tells whoever started the service that it answers now."""
+        while self._models_down():
+            await asyncio.sleep(READY_POLL_S)
+        logger.info("service_ready models=%s", ",".join(self._clients))
 
     async def _gather_metrics(self) -> bytes:
         timeout_s = self._config.ingress.metrics_timeout_s
         families: dict[str, Sequence[Metric]] = {}
-        parts = [client.call_replicas("metrics", timeout_s) for client in self._clients.values()]
-        for part in await asyncio.gather(self._ingress_metrics(timeout_s), *parts):
-            families |= part
+        calls = [client.call_replicas("metrics", timeout_s) for client in self._clients.values()]
+        ingresses, *engines = await asyncio.gather(self._ingress_metrics(timeout_s), *calls)
+        families |= ingresses
+        for name, replicas in zip(self._clients, engines, strict=True):
+            # An engine does not know under which name it is served.
+            families |= {replica: labelled(metrics, model=name) for replica, metrics in replicas.items()}
         return render(families)
 
     async def _ingress_metrics(self, timeout_s: float) -> dict[str, list[Metric]]:

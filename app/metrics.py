@@ -5,7 +5,7 @@ series ends with its process and none ever goes backwards; one that did not answ
 Totals over replicas are for the reader to make: `sum(rate(…))`, which knows how to treat series that end.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
@@ -14,6 +14,19 @@ from prometheus_client.registry import Collector
 def collect_families(registry: CollectorRegistry) -> list[Metric]:
     """A registry's families with their samples, as values that can travel."""
     return list(registry.collect())
+
+
+def labelled(families: Iterable[Metric], **labels: str) -> list[Metric]:
+    """The same families with these labels on every sample."""
+    result = []
+    for family in families:
+        copy = Metric(family.name, family.documentation, family.type)
+        for sample in family.samples:
+            # Start times (`_created`) would be a second family for each counter and histogram; nobody reads them.
+            if not sample.name.endswith("_created"):
+                copy.samples.append(sample._replace(labels={**sample.labels, **labels}))
+        result.append(copy)
+    return result
 
 
 def render(families: Mapping[str, Sequence[Metric]]) -> bytes:
@@ -34,12 +47,8 @@ class _Merged(Collector):
     def collect(self) -> Iterator[Metric]:
         merged: dict[str, Metric] = {}
         for replica_id, families in sorted(self._families.items()):
-            for family in families:
-                target = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                for sample in family.samples:
-                    if sample.name.endswith("_created"):
-                        # Start times would be a second family for each counter and histogram; nobody reads them.
-                        continue
-                    labels = {**sample.labels, "replica": replica_id}
-                    target.add_sample(sample.name, labels, sample.value, sample.timestamp, sample.exemplar)
+            for family in labelled(families, replica=replica_id):
+                merged.setdefault(family.name, Metric(family.name, family.documentation, family.type)).samples.extend(
+                    family.samples
+                )
         yield from merged.values()

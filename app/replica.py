@@ -12,6 +12,7 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 
+from app.logs import log_through_serve
 from app.metrics import collect_families
 from app.transport import CallEnd, EngineFailed, KVSnapshot, QueueFull, ReplicaDied, StreamItem, pack
 from engine.config import EngineConfig
@@ -134,6 +135,7 @@ class LLMReplica:
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._max_queued_requests = max_queued_requests
         self._lease_s = lease_s
+        log_through_serve()
         started = time.monotonic()
         # Blocks the loop, on which nothing else runs until this constructor has returned.
         self._core = self._load_engine(config)

@@ -73,7 +73,7 @@ class EngineCore:
             policy=config.scheduling_policy,
             clock=clock,
         )
-        self.metrics = EngineMetrics(model_config.name)
+        self.metrics = EngineMetrics()
         self.metrics.observe_load(self._scheduler.load())
         self._aborted: list[EngineOutput] = []
         self._failures_in_a_row = 0

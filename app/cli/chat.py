@@ -20,7 +20,7 @@ SERVICE_ERROR = 1
 
 def chat(
     url: Annotated[str, typer.Option(help="Where the service is.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="[default: the first one that the service has]")] = None,
+    model: Annotated[str | None, typer.Option(help="Which of its models; the first one if not given.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to start with.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     temperature: Temperature = None,
@@ -32,7 +32,8 @@ def chat(
     """Talk to a running service. Ctrl-C stops an answer, Ctrl-D ends, /reset starts afresh."""
     from openai import OpenAI, OpenAIError
 
-    client = OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key="none", max_retries=0)
+    url = _base(url)
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     try:
         served = [each.id for each in client.models.list()]
     except OpenAIError as error:
@@ -53,6 +54,9 @@ def chat(
     for line in _lines():
         if line == "/reset":
             conversation.reset()
+            continue
+        if line in ("/help", "/?"):
+            typer.echo("Ctrl-C stops an answer, Ctrl-D ends, /reset starts afresh.")
             continue
         try:
             with closing(conversation.answer(line)) as answer:
@@ -129,11 +133,17 @@ def _lines() -> Iterator[str]:
             yield line
 
 
+def _base(url: str) -> str:
+    """The service's address, however it was written: with or without a scheme, with or without OpenAI's /v1."""
+    url = url if "://" in url else f"http://{url}"
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def _sentence(error: OpenAIError, url: str) -> str:
     from openai import APIConnectionError, APIError
 
     if isinstance(error, APIConnectionError):
-        return f"no service answers at {url}: {error.__cause__ or error}"
+        return f"no service answers at {url} ({error.__cause__ or error}); `make serve` starts one"
     if isinstance(error, APIError):
         detail = error.body.get("message") if isinstance(error.body, dict) else None
         return str(detail or error.message)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from app.cli.chat import chat
+from app.cli.check import check
 from app.cli.generate import generate
 from app.cli.models import models
 from app.version import manta_version
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(models, name="models")
 app.command("chat")(chat)
+app.command("check")(check)
 app.command("generate")(generate)
 
 

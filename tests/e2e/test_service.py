@@ -205,3 +205,16 @@ def test_health_and_version(service: Service) -> None:
     assert httpx.get(f"{service.url}/health").status_code == 200
     assert httpx.get(f"{service.url}/version").json()["version"]
     assert time.time() > httpx.get(f"{service.url}/v1/models").json()["data"][0]["created"] > 1_600_000_000
+
+
+def test_the_log_says_that_it_is_ready_and_how_many_kv_blocks_there_are(service: Service) -> None:
+    log = service.log.read_text()
+    assert "service_ready models=demo" in log
+    assert "kv_cache blocks=1092" in log
+
+
+def test_engine_metrics_bear_the_served_name(service: Service) -> None:
+    text = httpx.get(f"{service.url}/metrics").text
+    lines = [line for line in text.splitlines() if line.startswith("manta_engine_steps_total")]
+    assert lines
+    assert all('model="demo"' in line and 'replica="' in line for line in lines)
