@@ -136,8 +136,12 @@ class Processor:
         cache_salt: str | None = None,
     ) -> ProcessedRequest:
         self._check_length(param, len(token_ids))
+        if not isinstance(priority, int):
+            raise InvalidParameter.of("priority", priority, "must be a whole number; a lower one runs first")
         if params is None:
             params = SamplingParams.with_defaults(self._model.generation_defaults)
+        elif not isinstance(params, SamplingParams):
+            raise InvalidParameter.of("sampling_params", params, "must be SamplingParams or None")
         self._check_params(params)
         params = self._limit(params, self._model.max_model_len - len(token_ids))
         request_id = request_id or uuid.uuid4().hex

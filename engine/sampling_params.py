@@ -9,6 +9,11 @@ from typing import Any
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4096
+"""Of all stop strings together: each completion looks for all of them."""
+MAX_TOKEN_ENTRIES = 4096
+"""Of stop_token_ids, and of logit_bias."""
+MIN_REPETITION_PENALTY = 0.01
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
 
@@ -43,7 +48,8 @@ class SamplingParams:
         top_k: keep the k best tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of best tokens whose probability reaches it, in (0, 1].
         min_p: drop tokens less probable than this times the best one's, in [0, 1].
-        repetition_penalty: divides (positive) or multiplies (negative) the logits of tokens in prompt or output.
+        repetition_penalty: divides (positive) or multiplies (negative) the logits of tokens in prompt or output, in
+            [0.01, 100].
         presence_penalty: taken from the logits of tokens that are in the output, in [-2, 2].
         frequency_penalty: taken once for each time that a token is in the output, in [-2, 2].
         logit_bias: token id to a number in [-100, 100] that is added to its logit.
@@ -87,9 +93,7 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise InvalidParameter.of("top_p", self.top_p, "must be above 0 and at most 1")
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
-        if self.repetition_penalty == 0.0:
-            raise InvalidParameter.of("repetition_penalty", self.repetition_penalty, "must be above 0")
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -145,12 +149,17 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
         raise InvalidParameter.of("stop", stop, "must be a text, or a list of texts, none of them empty")
     if len(texts) > MAX_STOP_STRINGS:
         raise InvalidParameter("stop", f"stop: has {len(texts)} texts; at most {MAX_STOP_STRINGS} are allowed")
+    if (length := sum(map(len, texts))) > MAX_STOP_CHARACTERS:
+        raise InvalidParameter(
+            "stop", f"stop: has {length:,} characters in all; at most {MAX_STOP_CHARACTERS:,} are allowed"
+        )
     return tuple(texts)
 
 
 def _token_ids(ids: object) -> tuple[int, ...]:
     if not isinstance(ids, Sequence) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise InvalidParameter.of("stop_token_ids", ids, "must be a list of token ids, 0 or more")
+    _check_count("stop_token_ids", len(ids))
     return tuple(ids)
 
 
@@ -159,9 +168,15 @@ def _logit_bias(bias: object) -> dict[int, float]:
         return {}
     if not isinstance(bias, Mapping):
         raise InvalidParameter.of("logit_bias", bias, "must map token ids to numbers in [-100, 100]")
+    _check_count("logit_bias", len(bias))
     for token, value in bias.items():
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise InvalidParameter.of("logit_bias", token, "its keys must be token ids, 0 or more")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
             raise InvalidParameter("logit_bias", f"logit_bias[{token}]={value!r}: must be a number in [-100, 100]")
     return {token: float(value) for token, value in bias.items()}
+
+
+def _check_count(name: str, count: int) -> None:
+    if count > MAX_TOKEN_ENTRIES:
+        raise InvalidParameter(name, f"{name}: has {count:,} entries; at most {MAX_TOKEN_ENTRIES:,} are allowed")

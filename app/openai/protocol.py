@@ -264,13 +264,14 @@ class ResponseFormat(RequestModel):
     type: str
 
 
+MAX_MESSAGES = 2048
 _TEMPLATE_FIELDS = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
 class TemplateFields(RequestModel):
     """How messages become a prompt."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = None
     add_generation_prompt: bool | None = Field(
         None, description="Let the prompt open an assistant's turn; true unless continue_final_message is."
