@@ -126,6 +126,11 @@ class Ingress(_Strict):
     )
     max_ongoing_requests: int = Field(default=1000, ge=1, description="HTTP requests that one answers at a time.")
     max_body_bytes: int = Field(default=8 << 20, ge=1, description="A longer body is refused with 413.")
+    body_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds in which a request's body must have arrived; then 408, and the connection is closed.",
+    )
     max_choices: int = Field(default=256, ge=1, description="Most completions of one request: prompts times n.")
     request_timeout_s: float | None = Field(
         default=None, gt=0, description="Seconds until a request that still runs is given up with 504; null is never."

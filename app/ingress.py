@@ -11,7 +11,9 @@ import ray
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Metric
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config import ModelDeployment, ServiceConfig
 from app.engine_client import RayEngineClient
@@ -28,6 +30,26 @@ from engine.tokenizer import load_tokenizer
 logger = logging.getLogger("ray.serve")
 
 READY_POLL_S = 0.2
+
+
+class RayReceive:
+    """ASGI middleware: a `receive` that Ray fails is one whose client has gone.
+
+    Serve's receive is a call of the proxy. When a client leaves, Serve cancels the request and Ray the calls made under
+    it; where the proxy itself is lost, so are its clients.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def receive_or_disconnect() -> Message:
+            try:
+                return await receive()
+            except RayError:
+                return {"type": "http.disconnect"}
+
+        await self._app(scope, receive_or_disconnect if scope["type"] == "http" else receive, send)
 
 
 @serve.ingress()
@@ -54,12 +76,13 @@ class IngressDeployment:
         ingress = self._config.ingress
         limits = Limits(
             max_body_bytes=ingress.max_body_bytes,
+            body_timeout=ingress.body_timeout_s,
             max_choices=ingress.max_choices,
             request_timeout=ingress.request_timeout_s,
             heartbeat=ingress.heartbeat_s,
             coalesce=ingress.coalesce_s,
         )
-        return create_app(
+        app = create_app(
             models,
             limits,
             IngressMetrics(self._registry),
@@ -67,6 +90,8 @@ class IngressDeployment:
             self._gather_metrics,
             shows_request_id=False,  # Serve's proxy draws the id and adds it to the answer
         )
+        app.add_middleware(RayReceive)
+        return app
 
     async def own_metrics(self) -> tuple[str, list[Metric]]:
         """This process's replica id and metrics; other ingresses ask for them."""

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.openai import protocol, responses
+from app.openai.body import BodyDeadline
 from app.openai.chat import create_chat_completion
 from app.openai.completions import create_completion
 from app.openai.envelope import Envelope
@@ -35,6 +36,7 @@ Endpoint = Callable[[Service, Request], Awaitable[Response]]
 _ERRORS: dict[int, str] = {
     400: "The request is wrong; `param` names the field.",
     404: "There is no such model.",
+    408: "The body did not arrive in time.",
     413: "The body is too long.",
     429: "Too many requests wait; see Retry-After.",
     500: "A fault of the server.",
@@ -80,7 +82,7 @@ def create_app(
             openapi_extra=documented,
         )
 
-    generates = (413, 429, 500, 503, 504)
+    generates = (408, 413, 429, 500, 503, 504)
     serve(
         "POST",
         "/v1/chat/completions",
@@ -104,7 +106,7 @@ def create_app(
         "/tokenize",
         tokenize,
         responses.TokenizeResponse,
-        errors=(413,),
+        errors=(408, 413),
         requestBody=_json(protocol.TokenizeTextRequest, protocol.TokenizeChatRequest),
     )
     serve(
@@ -112,7 +114,7 @@ def create_app(
         "/detokenize",
         detokenize,
         responses.DetokenizeResponse,
-        errors=(413,),
+        errors=(408, 413),
         requestBody=_json(protocol.DetokenizeRequest),
     )
 
@@ -134,6 +136,7 @@ def create_app(
         return Response(await gather_metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_middleware(BodyDeadline, seconds=limits.body_timeout)
     app.add_middleware(Envelope, metrics=metrics, clock=clock, shows_id=shows_request_id)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app

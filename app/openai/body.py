@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any, TypeVar
@@ -9,16 +10,60 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.openai.errors import ApiError, api_error
+from app.openai.errors import ApiError, api_error, cut
 from engine.sampling_params import InvalidParameter
 
 MAX_DEPTH = 100
 """Nesting of a body: far above any tool's JSON schema, and far below what makes Python's recursion fail later."""
 
+MAX_VALUES = 1 << 16
+"""Objects, lists, texts, numbers, … in a body, token ids apart. A check costs some microseconds for each, and holds the
+event loop up: a conversation of 2,048 messages, each with a call of a tool, has a third as many."""
+
+LONG_BODY = 1 << 16
+"""Bytes from which on a body is parsed and checked on a thread."""
+
+_TOKEN_IDS = ("prompt", "tokens")
+_INT64 = range(-(1 << 63), 1 << 63)
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A JSON text; one that does not end reaches to the body's end, so that the search takes linear time."""
+
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+class BodyDeadline:
+    """ASGI middleware: a body that has not arrived whole `seconds` after its request is answered with 408.
+
+    Raises (out of the application's `receive`):
+        ApiError: 408, which has the server close the connection.
+    """
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self._app = app
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deadline = asyncio.get_running_loop().time() + self._seconds
+        arrived = scope["type"] != "http"
+
+        async def receive_in_time() -> Message:
+            nonlocal arrived
+            if arrived:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                text = f"the body did not arrive within {self._seconds:g} seconds"
+                raise ApiError(408, text, code="body_timeout", headers={"connection": "close"}) from None
+            arrived = not message.get("more_body", False)
+            return message
+
+        await self._app(scope, receive_in_time, send)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -45,29 +90,41 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     """The body as a JSON object.
 
     Raises:
-        ApiError: 400 or 413.
+        ApiError: 400, 408 or 413.
     """
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    body = await read_body(request, max_bytes)
-    if media_type != "application/json":
-        shown = repr(media_type[:80]) if media_type else "absent"
-        raise ApiError.bad_request(f"the content-type must be application/json; it is {shown}")
-    return parse_json(body)
+    body = await _read_json_body(request, max_bytes)
+    return await asyncio.to_thread(parse_json, body) if len(body) >= LONG_BODY else parse_json(body)
 
 
 async def parse_body(request: Request, model: type[Model], max_bytes: int) -> Model:
     """The body as a `model`.
 
     Raises:
-        ApiError: 400 or 413, naming the field where there is one.
+        ApiError: 400, 408 or 413, naming the field where there is one.
     """
-    return validate(await read_json(request, max_bytes), model)
+    body = await _read_json_body(request, max_bytes)
+
+    def work() -> Model:
+        return validate(parse_json(body), model)
+
+    return await asyncio.to_thread(work) if len(body) >= LONG_BODY else work()
+
+
+async def _read_json_body(request: Request, max_bytes: int) -> bytes:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    body = await read_body(request, max_bytes)
+    if media_type != "application/json":
+        shown = repr(cut(media_type)) if media_type else "absent"
+        raise ApiError.bad_request(f"the content-type must be application/json; it is {shown}")
+    return body
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """A JSON object, nested at most MAX_DEPTH deep, whose texts can all be encoded."""
+    """A JSON object of at most MAX_VALUES values, nested at most MAX_DEPTH deep, whose texts can all be encoded."""
     if not body:
         raise ApiError.bad_request("the body is empty; it must be a JSON object")
+    if _containers(body) > MAX_VALUES:
+        raise _too_many_values()
     try:
         content = json.loads(body.decode())
     except UnicodeDecodeError as error:
@@ -80,8 +137,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise ApiError.bad_request("the body has a number with too many digits") from None
     if not isinstance(content, dict):
         raise ApiError.bad_request("the body must be a JSON object")
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        _refuse_deep_nesting(content)
+    _refuse_much_or_deep(content)
     if _SURROGATE_ESCAPE.search(body):
         _refuse_lone_surrogates(content)
     return content
@@ -106,12 +162,17 @@ def _sentence(error: ErrorDetails) -> ApiError:
         return ApiError.bad_request(f"{param}: is required", param, "missing_required_parameter")
     if isinstance(refused, ValueError):
         return ApiError.bad_request(f"{param}: {refused}", param)
-    rule = error["msg"].replace("Input should", "must").replace("List should", "must").replace("valid ", "", 1)
+    rule = _rule(error["msg"])
     value = error["input"]
     if isinstance(value, str | int | float):
-        shown = json.dumps(value)
-        return ApiError.bad_request(f"{param}={shown if len(shown) <= 80 else shown[:77] + '...'}: {rule}", param)
+        return ApiError.bad_request(f"{param}={cut(json.dumps(value))}: {rule}", param)
     return ApiError.bad_request(f"{param}: {rule}", param)
+
+
+def _rule(message: str) -> str:
+    """`must be an integer` for pydantic's `Input should be a valid integer`."""
+    rule = re.sub(r"^\w+ should", "must", message).replace("valid ", "", 1)
+    return re.sub(r"\ba (?=[aeiou])", "an ", rule).partition(" after validation")[0]
 
 
 def _field_path(loc: tuple[int | str, ...]) -> str:
@@ -125,9 +186,24 @@ def _field_path(loc: tuple[int | str, ...]) -> str:
     return path if len(path) <= 200 else path[:197] + "..."
 
 
-def _refuse_deep_nesting(content: dict[str, Any]) -> None:
-    level: list[Any] = [content]
+def _containers(body: bytes) -> int:
+    """An upper bound of a body's objects and lists, exact where it matters."""
+    count = body.count(b"[") + body.count(b"{")
+    if count > MAX_VALUES:
+        outside_texts = _TEXT.sub(b"", body)
+        count = outside_texts.count(b"[") + outside_texts.count(b"{")
+    return count
+
+
+def _refuse_much_or_deep(content: dict[str, Any]) -> None:
+    level: list[Any] = [
+        {name: _without_token_ids(value) if name in _TOKEN_IDS else value for name, value in content.items()}
+    ]
+    values = 0
     for _ in range(MAX_DEPTH):
+        values += sum(map(len, level))
+        if values > MAX_VALUES:
+            raise _too_many_values()
         level = [
             child
             for container in level
@@ -137,6 +213,23 @@ def _refuse_deep_nesting(content: dict[str, Any]) -> None:
         if not level:
             return
     raise ApiError.bad_request(f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed")
+
+
+def _without_token_ids(value: Any) -> Any:
+    """A prompt, or some, with an empty list for each list of what may be token ids: these cost next to nothing."""
+    if not isinstance(value, list):
+        return value
+    if _are_integers(value):
+        return []
+    return [[] if isinstance(each, list) and _are_integers(each) else each for each in value]
+
+
+def _are_integers(values: list[Any]) -> bool:
+    return {int}.issuperset(map(type, values)) and (not values or (min(values) in _INT64 and max(values) in _INT64))
+
+
+def _too_many_values() -> ApiError:
+    return ApiError.bad_request(f"the body has too many values: at most {MAX_VALUES:,} are allowed beside token ids")
 
 
 def _refuse_lone_surrogates(content: dict[str, Any]) -> None:

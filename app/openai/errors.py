@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,11 @@ from starlette.responses import Response
 
 from app.transport import EngineFailed, NoReplica, QueueFull, ReplicaDied
 from engine.sampling_params import InvalidParameter
+
+LONGEST_VALUE = 80
+"""Characters of a refused value that a message shows."""
+
+_LONG_WORD = re.compile(rf"\w{{{LONGEST_VALUE + 1},}}")
 
 
 class ApiError(Exception):
@@ -57,6 +63,11 @@ class ApiError(Exception):
         return json_response(self.body(), self.status, self.headers)
 
 
+def cut(shown: str) -> str:
+    """A value of a client's, as short as a message needs it."""
+    return shown if len(shown) <= LONGEST_VALUE else shown[: LONGEST_VALUE - 3] + "..."
+
+
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """JSON in ASCII, so that a text with lone surrogates can be sent as well."""
     return Response(json.dumps(content), status, dict(headers or {}), media_type="application/json")
@@ -68,7 +79,9 @@ def api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case InvalidParameter():
-            return ApiError.bad_request(str(error), error.param)
+            # A number of 4,000 digits, say, may have come through whole.
+            message = _LONG_WORD.sub(lambda word: cut(word[0]), str(error))
+            return ApiError.bad_request(message, error.param)
         case QueueFull():
             retry_after = str(max(1, math.ceil(error.retry_after_s)))
             return ApiError(429, str(error), code="queue_full", headers={"retry-after": retry_after})

@@ -34,6 +34,7 @@ class Limits:
 
     Attributes:
         max_body_bytes: a longer body is refused with 413 before it is read whole.
+        body_timeout: seconds in which a body must have arrived; then 408, see body.BodyDeadline.
         max_choices: prompts times n.
         request_timeout: seconds until a request that still runs is given up with 504; None is never.
         heartbeat: seconds between SSE comments on a stream that has nothing to say yet.
@@ -41,6 +42,7 @@ class Limits:
     """
 
     max_body_bytes: int = 8 << 20
+    body_timeout: float = 30.0
     max_choices: int = 256
     request_timeout: float | None = None
     heartbeat: float = 15.0

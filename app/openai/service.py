@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
-from app.openai.errors import ApiError
+from app.openai.errors import ApiError, cut
 from app.openai.generation import Generation
 from app.openai.metrics import IngressMetrics
 from app.openai.protocol import SamplingFields
 from app.openai.served_model import Limits, ServedModel
-from app.openai.sse import ChunkWriter, EventStream, EventStreamResponse, Pace, disconnected
+from app.openai.sse import ChunkWriter, EventStream, EventStreamResponse, Pace, unless_disconnected
 from engine.outputs import RequestOutput
 from engine.processor import ProcessedRequest
 from engine.request import Clock
@@ -53,8 +52,7 @@ class Service:
             name = next(iter(self.models), "")
         model = self.models.get(name)
         if model is None:
-            shown = repr(name if len(name) <= 100 else name[:97] + "...")
-            raise ApiError(404, f"the model {shown} does not exist", param="model", code="model_not_found")
+            raise ApiError(404, f"the model {cut(name)!r} does not exist", param="model", code="model_not_found")
         return model
 
     def check_choices(self, prompts: int, n: int) -> None:
@@ -126,40 +124,20 @@ class Call:
         return await unless_disconnected(self.request.receive, run())
 
     async def stream(self, events: AsyncGenerator[bytes, None]) -> Response:
-        """A response of SSE bytes. What fails before the first of them is raised."""
+        """A response of SSE bytes, which starts them when it is sent."""
 
         async def in_time() -> AsyncGenerator[bytes, None]:
             async with asyncio.timeout(self.seconds_left), aclosing(events):
                 async for data in events:
                     yield data
 
-        stream = EventStream(in_time(), pace=self.service.pace, heartbeat=self.service.limits.heartbeat)
-        await unless_disconnected(self.request.receive, stream.start())
-        return EventStreamResponse(stream, self.service.metrics.disconnects.inc)
+        limits = self.service.limits
+        return EventStreamResponse(EventStream(in_time(), pace=self.service.pace, heartbeat=limits.heartbeat))
 
 
 async def on_cpu(characters: int, work: Callable[[], T]) -> T:
     """Runs text work here, or on a thread where it is long; of a prompt of tokens they are what is counted."""
     return await asyncio.to_thread(work) if characters > LONG_TEXT else work()
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result.
-
-    Raises:
-        ClientDisconnect: the client went away first; the work has been cancelled.
-    """
-    worker = asyncio.create_task(work)
-    watcher = asyncio.create_task(disconnected(receive))
-    try:
-        await asyncio.wait([worker, watcher], return_when=asyncio.FIRST_COMPLETED)
-        if not worker.done():
-            raise ClientDisconnect
-        return worker.result()
-    finally:
-        worker.cancel()
-        watcher.cancel()
-        await asyncio.wait([worker, watcher])
 
 
 def usage_of(results: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Self, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -22,6 +23,7 @@ HEARTBEAT = b": waiting\n\n"
 FEW_STREAMS = 8
 SECONDS_PER_STREAM = 0.001
 
+T = TypeVar("T")
 
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -69,7 +71,9 @@ class Pace:
 class EventStream:
     """A source of SSE bytes, read ahead by a task of its own and handed out coalesced.
 
-    Belongs to one response, on one loop. Whoever started it closes it.
+    Belongs to one response, on one loop. Used in a `with`: entering starts the task, leaving cancels it, and the task
+    closes the source. Leaving awaits nothing, so that no cancellation, however many come and whenever, keeps a source
+    open.
     """
 
     def __init__(self, source: AsyncGenerator[bytes, None], *, pace: Pace, heartbeat: float) -> None:
@@ -80,25 +84,27 @@ class EventStream:
         self._news = asyncio.Event()
         self._failure: Exception | None = None
         self._ended = False
-        self._reader: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    def __enter__(self) -> Self:
+        self._pace.open_streams += 1
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pace.open_streams -= 1
+        self._reader.cancel()
+
+    async def first(self) -> None:
         """Waits for the first bytes, but for no longer than a heartbeat, so that an early failure has its own status.
 
         Raises:
             Exception: what the source raised before its first bytes.
         """
-        self._reader = asyncio.create_task(self._read())
-        self._pace.open_streams += 1
-        try:
-            await self._wait_for_news()
-            if self._failure is not None and not self._ready:
-                raise self._failure
-        except BaseException:
-            await self.aclose()
-            raise
+        await self._wait_for_news()
+        if self._failure is not None and not self._ready:
+            raise self._failure
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         """All bytes to the end, with comments while there are none; a failure is an error event before [DONE]."""
         while True:
             if self._ready:
@@ -115,15 +121,6 @@ class EventStream:
             if is_unexpected(self._failure):
                 logger.error("stream_failed", exc_info=self._failure)
             yield event(api_error(self._failure).body()) + DONE
-
-    async def aclose(self) -> None:
-        """Ends the source. May be called twice."""
-        if self._reader is None:
-            return
-        reader, self._reader = self._reader, None
-        self._pace.open_streams -= 1
-        reader.cancel()
-        await asyncio.wait([reader])
 
     async def _read(self) -> None:
         try:
@@ -148,36 +145,59 @@ class EventStream:
 
 
 class EventStreamResponse(StreamingResponse):
-    """Sends an EventStream; closes it when it ends and as soon as the client goes away.
+    """Runs an EventStream and sends it; ends it as soon as the client goes away.
+
+    The stream starts no earlier than the response is called: between an endpoint's end and that moment a cancellation
+    would find no owner of it. What fails before the first bytes is raised before anything is sent.
 
     Starlette's own response learns of a disconnect from a failing send alone where the server allows it, which a
     stream that waits for its next token does not notice.
     """
 
-    def __init__(self, stream: EventStream, on_disconnect: Callable[[], None]) -> None:
-        super().__init__(stream.chunks(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    def __init__(self, stream: EventStream) -> None:
         self._stream = stream
-        self._on_disconnect = on_disconnect
+        self._chunks = stream.chunks()
+        super().__init__(self._chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.create_task(self.stream_response(send))
-        watcher = asyncio.create_task(disconnected(receive))
-        try:
-            await asyncio.wait([sender, watcher], return_when=asyncio.FIRST_COMPLETED)
-            if sender.done():
-                sender.result()
-            else:
-                self._on_disconnect()
-        except OSError:  # from a send: a server's other way to say that the client has gone
-            self._on_disconnect()
-        finally:
-            sender.cancel()
-            watcher.cancel()
-            await asyncio.wait([sender, watcher])
-            await self._stream.aclose()
+        await unless_disconnected(receive, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        with self._stream as stream:
+            await stream.first()
+            async with aclosing(self._chunks):
+                try:
+                    await self.stream_response(send)
+                except OSError:  # a server's other way to say that the client has gone
+                    raise ClientDisconnect from None
 
 
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone; for after the body has been read."""
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result; for after the body has been read.
+
+    The work is a task that owns all it opens. It is cancelled, once, when the client goes away and when the caller is
+    cancelled; whether the caller can wait for its end makes no difference to it.
+
+    Raises:
+        ClientDisconnect: the client went away first.
+    """
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    # Once cancelled, nobody may be left to ask how it ended.
+    worker.add_done_callback(lambda task: task.cancelled() or task.exception())
+    try:
+        await asyncio.wait([worker, watcher], return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            return worker.result()
+        watcher.result()
+        raise ClientDisconnect
+    finally:
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.wait([worker, watcher])
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -59,7 +59,8 @@ def app_over(tokenizer: Tokenizer, model_config: ModelConfig) -> AppOver:
             client=client,
             created=CREATED,
         )
-        return create_app({"demo": model}, Limits(**limits), IngressMetrics(registry), healthy, gather)
+        bounds = Limits(**limits)
+        return create_app({"demo": model}, bounds, IngressMetrics(registry), healthy, gather)
 
     return make
 
@@ -80,6 +81,22 @@ def saying(tokenizer: Tokenizer, *pieces: str, ends: bool = True) -> ScriptedCli
         return [*steps, request.eos_token_ids[:1]] if ends else steps
 
     return ScriptedClient(script)
+
+
+def post_scope(path: str) -> dict[str, Any]:
+    """What a server tells an application of a POST of JSON."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"host", b"manta"), (b"content-type", b"application/json")],
+    }
 
 
 def events(body: str) -> list[str]:

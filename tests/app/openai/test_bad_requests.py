@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -165,6 +167,123 @@ async def test_wrong_field_is_named(app: FastAPI, path: str, fields: dict[str, A
     assert error.type == "invalid_request_error"
     assert error.param == param, error
     assert len(error.message) < 600
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (CHAT, {"messages": []}, "messages: must have at least 1 item"),
+        (CHAT, {"n": "1"}, 'n="1": must be an integer'),
+        (CHAT, {"stream": "yes"}, 'stream="yes": must be a boolean'),
+        (COMPLETIONS, {"stop": [3]}, "stop[0]=3: must be a string"),
+        (COMPLETIONS, {"n": "x" * 100}, f'n="{"x" * 76}...: must be an integer'),
+        (COMPLETIONS, {"model": "x" * 100}, f"the model '{'x' * 77}...' does not exist"),
+    ],
+)
+async def test_what_is_said_of_a_wrong_field(app: FastAPI, path: str, fields: dict[str, Any], message: str) -> None:
+    async with http(app) as client:
+        answer = await client.post(path, json={**GOOD[path], **fields})
+    assert answer.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [10**4000]},
+        {"prompt": [[10**4000], "a"]},
+        {"seed": 10**4000},
+        {"stop_token_ids": [10**4000]},
+        {"n": "x" * 4000},
+        {"x" * 4000: 1},
+        {"model": "x" * 4000},
+        {"best_of": 10**4000},
+        {"logit_bias": {"1" * 4000: 1}},
+        {"logit_bias": {"1": 10**4000}},
+        {"logit_bias": {"1": "x" * 4000}},
+        {"cache_salt": ["x" * 4000]},
+    ],
+    ids=lambda fields: next(iter(fields))[:20],
+)
+async def test_refused_value_is_shown_cut(app: FastAPI, fields: dict[str, Any]) -> None:
+    async with http(app) as client:
+        answer = await client.post(COMPLETIONS, json={**GOOD[COMPLETIONS], **fields})
+    assert answer.status_code in (400, 404)
+    assert len(answer.json()["error"]["message"]) < 350
+
+
+MANY = 400_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [USER] * (MANY // 2)}),
+        (CHAT, {"messages": [{}] * MANY}),
+        (CHAT, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (CHAT, {"tools": [{}] * MANY}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}] * (MANY // 4)}),
+        (CHAT, {"metadata": [[]] * MANY}),
+        (COMPLETIONS, {"prompt": ["a"] * MANY}),
+        (COMPLETIONS, {"prompt": [[1]] * MANY}),
+        (COMPLETIONS, {"prompt": [1.5] * MANY}),
+        (COMPLETIONS, {"stop": [1] * MANY}),
+        (COMPLETIONS, {"stop_token_ids": ["a"] * MANY}),
+        (COMPLETIONS, {"logit_bias": {str(i): "x" for i in range(MANY)}}),
+        (COMPLETIONS, {str(i): 1 for i in range(MANY)}),
+        ("/tokenize", {"messages": [USER] * (MANY // 2)}),
+        ("/detokenize", {"tokens": ["a"] * MANY}),
+        ("/detokenize", {"tokens": [2**64] * (MANY // 4)}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+async def test_many_values_are_refused_before_each_is_looked_at(
+    app_over: AppOver, tokenizer: Tokenizer, path: str, fields: dict[str, Any]
+) -> None:
+    body = json.dumps({**GOOD[path], **fields}, separators=(",", ":")).encode()
+    async with http(app_over(saying(tokenizer, "ok"))) as client:
+        started = time.process_time()
+        answer = await client.post(path, content=body, headers={"content-type": "application/json"})
+        seconds = time.process_time() - started
+    assert answer.status_code == 400
+    assert "too many values" in answer.json()["error"]["message"]
+    assert seconds < 1
+
+
+async def test_as_many_token_ids_as_there_is_room_for_are_looked_at(app_over: AppOver, tokenizer: Tokenizer) -> None:
+    async with http(app_over(saying(tokenizer, "ok"))) as client:
+        for path, fields in ((COMPLETIONS, {"prompt": [1] * MANY}), (COMPLETIONS, {"prompt": [[1] * MANY]})):
+            answer = await client.post(path, json={**GOOD[path], **fields})
+            assert "prompt has 400,000 tokens" in answer.json()["error"]["message"]
+        answer = await client.post("/detokenize", json={"tokens": [1] * 100_000})
+        assert answer.status_code == 200
+
+
+async def test_brackets_in_a_text_are_no_values(app: FastAPI) -> None:
+    text = '[{"' + "[{" * 80_000 + "\\"
+    async with http(app) as client:
+        answer = await client.post(COMPLETIONS, json={"model": "demo", "prompt": "Hi", "user": text})
+        assert answer.status_code == 200
+        endless = b'{"a": "' + b'\\"' * 500_000 + b"[" * 80_000
+        answer = await client.post(COMPLETIONS, content=endless, headers={"content-type": "application/json"})
+        assert "is not JSON" in answer.json()["error"]["message"]
+
+
+async def test_loop_goes_on_while_a_long_body_is_checked(app: FastAPI) -> None:
+    body = {**GOOD[CHAT], "tools": [{"type": "function", "function": {"name": "f"}}] * 15_000, "n": "x"}
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.001)
+            turns += 1
+
+    async with http(app) as client:
+        turning = asyncio.create_task(turn())
+        answer = await client.post(CHAT, json=body)
+        turning.cancel()
+    assert answer.status_code == 400
+    assert turns > 3
 
 
 HUGE = b"9" * 5000

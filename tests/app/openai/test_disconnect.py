@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from ray.exceptions import TaskCancelledError
 
+from app.ingress import RayReceive
 from engine.tokenizer import Tokenizer
-from tests.app.openai.conftest import AppOver, saying
+from tests.app.openai.conftest import AppOver, post_scope, saying
 from tests.app.openai.scripted_client import ScriptedClient
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
@@ -97,3 +102,66 @@ async def test_client_that_hangs_up_within_its_body_is_no_error(app_over: AppOve
                     if "manta_http_client_disconnects_total 1.0" in page:
                         break
     assert engine.requests == []
+
+
+async def test_body_that_does_not_arrive_in_time_is_answered_and_hung_up_on(app_over: AppOver) -> None:
+    engine = ScriptedClient(lambda request: [(5,)])
+    async with served(app_over(engine, body_timeout=0.2)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        for chunked in (False, True):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            length, start = ("transfer-encoding: chunked", "1\r\n{\r\n") if chunked else ("content-length: 99", "{")
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{length}\r\n\r\n"
+            writer.write((head + start).encode())
+            answer = await asyncio.wait_for(reader.read(), 10)  # to the connection's end
+            head, _, body = answer.decode().partition("\r\n\r\n")
+            assert " 408 " in head.splitlines()[0]
+            assert json.loads(body)["error"]["code"] == "body_timeout"
+            writer.close()
+    assert engine.requests == []
+
+
+async def test_time_limit_of_a_body_does_not_reach_into_the_answer(app_over: AppOver, tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "Hello")
+    engine.pauses = [0.3]
+    async with served(app_over(engine, body_timeout=0.1)) as url, httpx.AsyncClient() as client:
+        for stream in (False, True):
+            answer = await client.post(f"{url}/v1/chat/completions", json={**CHAT, "stream": stream})
+            assert (answer.status_code, "Hello" in answer.text) == (200, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body_arrives", [False, True])
+async def test_receive_that_ray_cancels_is_a_client_that_left(
+    app_over: AppOver,
+    tokenizer: Tokenizer,
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
+    body_arrives: bool,
+) -> None:
+    engine = saying(tokenizer, "Hello")
+    engine.pauses = [HOUR]
+    app = app_over(engine)
+    app.add_middleware(RayReceive)
+    body = json.dumps({**CHAT, "stream": stream}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}] if body_arrives else []
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        raise TaskCancelledError
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    with caplog.at_level(logging.DEBUG):
+        await app(post_scope("/v1/chat/completions"), receive, send)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://manta") as client:
+        page = (await client.get("/metrics")).text
+    assert sent == []
+    assert [record for record in caplog.records if record.exc_info] == []
+    assert 'manta_http_requests_total{path="/v1/chat/completions",status="499"} 1.0' in page
+    assert "manta_http_client_disconnects_total 1.0" in page
+    assert engine.closed == len(engine.requests)

@@ -14,15 +14,14 @@ async def test_what_came_while_a_send_was_underway_goes_together() -> None:
         for data in (b"a", b"b", b"c"):
             yield data
 
-    stream = EventStream(source(), pace=Pace(0.0), heartbeat=60)
-    await stream.start()
     chunks = []
-    async for chunk in stream.chunks():
-        chunks.append(chunk)
-        await asyncio.sleep(0.01)  # a send takes its time
+    with EventStream(source(), pace=Pace(0.0), heartbeat=60) as stream:
+        await stream.first()
+        async for chunk in stream.chunks():
+            chunks.append(chunk)
+            await asyncio.sleep(0.01)  # a send takes its time
     assert b"".join(chunks) == b"abc"
     assert len(chunks) < 3
-    await stream.aclose()
 
 
 async def test_waits_grow_with_streams_up_to_the_limit() -> None:
@@ -34,7 +33,7 @@ async def test_waits_grow_with_streams_up_to_the_limit() -> None:
     assert waits == [0.0, 0.0, 0.03, 0.06, 0.08]
 
 
-async def test_closing_ends_the_source_and_gives_the_place_back() -> None:
+async def test_leaving_ends_the_source_and_gives_the_place_back() -> None:
     closed = asyncio.Event()
 
     async def source() -> AsyncGenerator[bytes, None]:
@@ -45,13 +44,11 @@ async def test_closing_ends_the_source_and_gives_the_place_back() -> None:
             closed.set()
 
     pace = Pace(0.0)
-    stream = EventStream(source(), pace=pace, heartbeat=60)
-    await stream.start()
-    assert pace.open_streams == 1
-    await stream.aclose()
-    await stream.aclose()
-    assert closed.is_set()
+    with EventStream(source(), pace=pace, heartbeat=60) as stream:
+        await stream.first()
+        assert pace.open_streams == 1
     assert pace.open_streams == 0
+    await asyncio.wait_for(closed.wait(), 10)
 
 
 async def test_failure_before_the_first_bytes_is_raised() -> None:
@@ -60,8 +57,8 @@ async def test_failure_before_the_first_bytes_is_raised() -> None:
         yield b""
 
     pace = Pace(0.0)
-    with pytest.raises(ValueError, match="no"):
-        await EventStream(source(), pace=pace, heartbeat=60).start()
+    with pytest.raises(ValueError, match="no"), EventStream(source(), pace=pace, heartbeat=60) as stream:
+        await stream.first()
     assert pace.open_streams == 0
 
 
