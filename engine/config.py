@@ -16,6 +16,7 @@ from engine.sampling_params import InvalidParameter
 
 DType = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+CpuKernels = Literal["auto", "avx512_bf16", "avx512", "avx2", "portable", "torch"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 GIB = 1 << 30
@@ -61,6 +62,8 @@ class EngineConfig:
         refuse_excess_max_tokens: refuse a max_tokens that the context cannot hold, where otherwise it is cut to it.
         seed: of dummy weights.
         num_threads: CPU threads of a step; None is what the process may use.
+        cpu_kernels: instruction set of the C++ kernels on a CPU; `auto` is the best that the processor has, `torch`
+            does without them.
         debug_integrity: check all bookkeeping whenever the engine is idle.
     """
 
@@ -82,6 +85,7 @@ class EngineConfig:
     refuse_excess_max_tokens: bool = False
     seed: int = 0
     num_threads: int | None = None
+    cpu_kernels: CpuKernels = "auto"
     debug_integrity: bool = False
 
     def __post_init__(self) -> None:
@@ -90,6 +94,7 @@ class EngineConfig:
         _choice("load_format", self.load_format, get_args(LoadFormat))
         _choice("dtype", self.dtype, ("auto", *get_args(DType)))
         _choice("device", self.device, ("auto", "cpu", "cuda"))
+        _choice("cpu_kernels", self.cpu_kernels, get_args(CpuKernels))
         _choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _at_least(name, getattr(self, name), 1)

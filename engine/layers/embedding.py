@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.layers.recorder import Recorded
 from engine.layers.weight import Weight, Weights
 
 
@@ -21,10 +24,12 @@ class Embedding:
     def load(self, tensor: Tensor) -> None:
         self._table = tensor
 
-    @property
-    def table(self) -> Tensor:
-        return self._table
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
+    @overload
+    def __call__(self, token_ids: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, token_ids: Recorded) -> Recorded: ...
+    def __call__(self, token_ids: Tensor | Recorded) -> Tensor | Recorded:
         """int64 [tokens] to [tokens, size]."""
+        if isinstance(token_ids, Recorded):
+            return token_ids.recorder.embed(self._table)
         return F.embedding(token_ids, self._table)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.weight import Placement, Weight, Weights
+from engine.layers.recorder import Recorded
+from engine.layers.weight import Packing, Placement, Weight, Weights
+from kernels.cpu.library import PANEL, interleave, pack_panels
 
 PACK_ROWS = 32
 """The number of rows that packed weights are laid out for; in bfloat16 and float32 the layout suits all others."""
@@ -17,20 +20,23 @@ PACK_ROWS = 32
 class Linear:
     """x @ weight.T + bias, of one projection or of several that are stored one below the other.
 
-    Once its last part is loaded, the weight is packed into oneDNN's own layout where that has fast products of its
-    type, and the plain one is dropped. A result then does not depend on how many rows are computed with it.
+    Once its last part is loaded, the weight is packed as the placement says, and the plain one is dropped. A result of
+    packed weights does not depend on how many rows are computed with it.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> None:
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement, gated: bool = False
+    ) -> None:
         """
         Args:
             parts: the projections' names in the checkpoint and their numbers of outputs, in order.
             bias: whether each has a bias.
+            gated: there are two parts, gate and up, and silu_and_mul follows.
         """
         self._in_features = in_features
         self._parts = dict(parts)
         self._placement = placement
-        self._packed = False
+        self._gated = gated
         self._missing = len(parts)
         self._weight = placement.empty(0)
         self._bias = placement.empty(sum(parts.values())) if bias else None
@@ -47,9 +53,16 @@ class Linear:
             start += size
         return weights
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @overload
+    def __call__(self, x: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, x: Recorded) -> Recorded: ...
+    def __call__(self, x: Tensor | Recorded) -> Tensor | Recorded:
         """[rows, in_features] to [rows, all outputs]."""
-        if self._packed:
+        if isinstance(x, Recorded):
+            outputs = sum(self._parts.values())
+            return x.recorder.linear(x, self._weight, self._panel_bias(), self._in_features, outputs)
+        if self._placement.packing == "onednn":
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return F.linear(x, self._weight, self._bias)
 
@@ -62,19 +75,37 @@ class Linear:
                     self._weight = self._placement.empty(sum(self._parts.values()), self._in_features)
                 self._weight[rows].copy_(tensor)
             self._missing -= 1
-            if self._missing == 0 and _packs(self._placement):
-                self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), PACK_ROWS)
-                self._packed = True
+            if self._missing == 0:
+                self._pack()
 
         return load
 
+    def _pack(self) -> None:
+        if self._placement.packing == "onednn":
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), PACK_ROWS)
+        elif self._placement.packing == "panels":
+            self._weight = pack_panels(interleave(*self._halves(self._weight)) if self._gated else self._weight)
 
-def _packs(placement: Placement) -> bool:
-    """Whether oneDNN multiplies packed weights of this type on this machine."""
-    if placement.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
+    def _panel_bias(self) -> Tensor | None:
+        """The bias in float32, in the order of the panels' columns and as long as they are."""
+        if self._bias is None:
+            return None
+        bias = self._bias.float()
+        if self._gated:
+            bias = interleave(*self._halves(bias))
+        return F.pad(bias, (0, -len(bias) % PANEL))
+
+    def _halves(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = tensor.split(list(self._parts.values()))
+        return gate, up
+
+
+def packing_for(dtype: torch.dtype, device: torch.device) -> Packing:
+    """oneDNN's, where it multiplies packed weights of this type on this machine."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return "plain"
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return False
-    if placement.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return placement.dtype == torch.float32
+        return "plain"
+    if dtype == torch.bfloat16:
+        return "onednn" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "plain"
+    return "onednn" if dtype == torch.float32 else "plain"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, overload
+
 from torch import Tensor
 
+from engine.layers.recorder import Recorded
 from engine.layers.weight import Placement, Weight, Weights
 from kernels.reference import add_rms_norm, rms_norm
 
@@ -18,8 +21,14 @@ class RMSNorm:
     def weights(self, name: str) -> Weights:
         return {name: Weight(tuple(self._weight.shape), self._weight.copy_)}
 
-    def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    @overload
+    def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(self, x: Recorded, residual: Recorded | None) -> tuple[Recorded, Recorded]: ...
+    def __call__(self, x: Any, residual: Any) -> tuple[Any, Any]:
         """The norm of x + residual, and that sum, which is the next residual. None counts as zero."""
+        if isinstance(x, Recorded):
+            return x.recorder.rms_norm(x, residual, self._weight, self._eps)
         if residual is None:
             return rms_norm(x, self._weight, self._eps), x
         return add_rms_norm(x, residual, self._weight, self._eps)
@@ -40,6 +49,11 @@ class QueryKeyNorm:
             f"{prefix}q_norm.weight": Weight(shape, queries.copy_),
             f"{prefix}k_norm.weight": Weight(shape, keys.copy_),
         }
+
+    @property
+    def recorded(self) -> tuple[Tensor, Tensor, float]:
+        """Weights of queries and of keys, [head_dim] each, and epsilon: what a step plan needs."""
+        return self._weight[0], self._weight[self._num_heads], self._eps
 
     def __call__(self, query_key: Tensor) -> Tensor:
         return rms_norm(query_key, self._weight, self._eps)

@@ -37,6 +37,11 @@ class RotaryEmbedding:
         cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
         return torch.cat((cos, cos), dim=-1).to(self._dtype), torch.cat((-sin, sin), dim=-1).to(self._dtype)
 
+    def half_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [tokens] to cos and sin for one half of a head, float32 [tokens, head_dim / 2] each."""
+        angles = positions[:, None].float() * self._inv_freq
+        return angles.cos().mul_(self._attention_factor), angles.sin().mul_(self._attention_factor)
+
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """[tokens, heads, head_dim], turned."""
         return rotary_embedding(x, *angles)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,12 +27,18 @@ Weights = dict[str, Weight]
 """Tensor names of a checkpoint, and what is done with each."""
 
 
+Packing = Literal["plain", "onednn", "panels"]
+"""How weights of dense projections lie in memory: as checkpoints have them, in oneDNN's layout, or as the CPU kernels
+read them. Panels are for step plans alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Type and device of a model's weights."""
 
     dtype: torch.dtype
     device: torch.device
+    packing: Packing = "plain"
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.layers.activation import silu_and_mul
-from engine.layers.attention import Attention
+from engine.layers.attention import Angles, Attention
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.norm import QueryKeyNorm, RMSNorm
+from engine.layers.recorder import Heads, StepRecorder
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weight import Placement, Weight, Weights
 from engine.protocols import AttentionBackend
@@ -29,8 +32,6 @@ class SelfAttention:
         sliding_window: int | None,
         placement: Placement,
     ) -> None:
-        self._kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
-        self._heads = config.num_heads
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._qkv_proj = Linear(
             config.hidden_size,
@@ -48,21 +49,20 @@ class SelfAttention:
             if config.qk_norm
             else None
         )
-        self._rotary = rotary
-        self._attention = Attention(backend, head_dim=config.head_dim, sliding_window=sliding_window)
+        self._attention = Attention(
+            backend,
+            rotary,
+            Heads(config.num_heads, config.num_kv_heads, config.head_dim),
+            norm=self._norm,
+            sliding_window=sliding_window,
+        )
 
     def weights(self, prefix: str) -> Weights:
         norm = self._norm.weights(prefix) if self._norm else {}
         return self._qkv_proj.weights(prefix) | self._o_proj.weights(prefix) | norm
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
-        heads = self._qkv_proj(x).view(x.shape[0], -1, self._head_dim)
-        query_key, value = heads[:, : -self._kv_heads], heads[:, -self._kv_heads :]
-        if self._norm is not None:
-            query_key = self._norm(query_key)
-        query_key = self._rotary(query_key, angles)
-        query, key = query_key[:, : self._heads], query_key[:, self._heads :]
-        return self._o_proj(self._attention(query, key, value, kv_cache))
+    def __call__(self, x: Any, angles: Angles | None, kv_cache: KVCache) -> Any:
+        return self._o_proj(self._attention(self._qkv_proj(x), angles, kv_cache))
 
 
 class GatedMLP:
@@ -70,13 +70,15 @@ class GatedMLP:
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self._gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, bias=bias, placement=placement)
+        self._gate_up_proj = Linear(
+            hidden, {"gate_proj": inner, "up_proj": inner}, bias=bias, placement=placement, gated=True
+        )
         self._down_proj = Linear(inner, {"down_proj": hidden}, bias=bias, placement=placement)
 
     def weights(self, prefix: str) -> Weights:
         return self._gate_up_proj.weights(prefix) | self._down_proj.weights(prefix)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Any) -> Any:
         return self._down_proj(silu_and_mul(self._gate_up_proj(x)))
 
 
@@ -104,9 +106,7 @@ class DecoderLayer:
             | self._mlp.weights(f"{prefix}mlp.")
         )
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], kv_cache: KVCache
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Any, residual: Any, angles: Angles | None, kv_cache: KVCache) -> tuple[Any, Any]:
         x, residual = self._input_norm(x, residual)
         x = self._attention(x, angles, kv_cache)
         x, residual = self._post_norm(x, residual)
@@ -118,6 +118,7 @@ class DecoderForCausalLM:
 
     def __init__(self, config: ModelConfig, attention: AttentionBackend, placement: Placement) -> None:
         self._tied = config.tie_word_embeddings
+        self._hidden_size = config.hidden_size
         self._embedding = Embedding(config.vocab_size, config.hidden_size)
         self._rotary = RotaryEmbedding(
             config.rope,
@@ -159,12 +160,27 @@ class DecoderForCausalLM:
         Returns:
             [tokens, hidden], normed.
         """
-        x, residual = self._embedding(token_ids), None
-        angles = self._rotary.angles(positions)
-        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, angles, kv_cache)
-        return self._norm(x, residual)[0]
+        return self._decode(token_ids, self._rotary.angles(positions), kv_caches)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] to float32 [rows, vocab]."""
         return self._lm_head(hidden).float()
+
+    def record(self, recorder: StepRecorder, kv_caches: list[KVCache]) -> Tensor:
+        """Puts what `forward` does into a step plan; the buffer that will hold its result."""
+        return self._decode(recorder.token_ids(), None, kv_caches).rows
+
+    def record_logits(self, recorder: StepRecorder) -> tuple[Tensor, Tensor]:
+        """Puts what `compute_logits` does into a plan; the buffers of its argument and of its result."""
+        hidden = recorder.input(self._hidden_size)
+        return hidden.rows, self._lm_head(hidden).float().rows
+
+    def half_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What a recorded step needs beside the batch: see RotaryEmbedding."""
+        return self._rotary.half_angles(positions)
+
+    def _decode(self, token_ids: Any, angles: Angles | None, kv_caches: list[KVCache]) -> Any:
+        x, residual = self._embedding(token_ids), None
+        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
+            x, residual = layer(x, residual, angles, kv_cache)
+        return self._norm(x, residual)[0]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from engine.config import LoadFormat, ModelConfig
-from engine.layers.weight import Placement, Weights
+from engine.layers.linear import packing_for
+from engine.layers.weight import Packing, Placement, Weights
 from engine.models.checkpoint import CheckpointError, Tensors, draw_dummy, read_gguf, read_safetensors
 from engine.models.decoder import DecoderForCausalLM
 from engine.models.registry import model_class
@@ -29,6 +30,7 @@ def load_model(
     device: torch.device | str,
     attention: AttentionBackend,
     seed: int = 0,
+    packing: Packing | None = None,
 ) -> DecoderForCausalLM:
     """A model with its weights on the device. Call it, and the model, under torch.inference_mode.
 
@@ -39,12 +41,14 @@ def load_model(
     Args:
         load_format: `auto` takes GGUF for a .gguf file and safetensors for a folder; `dummy` reads nothing.
         seed: of dummy weights.
+        packing: of the dense projections; None takes what is best for the layers' own calls.
 
     Raises:
         InvalidParameter: the architecture or the rotary scaling is not supported; there are no weights, or pickles.
         CheckpointError: a tensor is missing, not expected, or has another shape than the config says.
     """
-    placement = Placement(getattr(torch, model_config.dtype), torch.device(device))
+    dtype, place = getattr(torch, model_config.dtype), torch.device(device)
+    placement = Placement(dtype, place, packing or packing_for(dtype, place))
     model = model_class(model_config.architecture)(model_config, attention, placement)
     weights = model.weights()
     tensors = _open(model_config, load_format, weights, placement, seed)

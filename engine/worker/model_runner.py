@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
-from engine.models import DecoderForCausalLM
+from engine.models import KVCache
 from engine.outputs import SampledStep, SchedulerOutput, TokenLogprobs
 from engine.protocols import AttentionBackend
 from engine.sampling.logprobs import token_logprobs
@@ -18,12 +20,19 @@ PROMPT_LOGPROB_ROWS = 256
 """Positions whose logits are held at once for prompt_logprobs: bounds the memory that they take."""
 
 
+class CausalLM(Protocol):
+    """A model, or the plan of one: see DecoderForCausalLM."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, kv_caches: list[KVCache]) -> torch.Tensor: ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
 class ModelRunner:
     """One model with its KV blocks and the requests that it works on. Touched on the engine's thread alone."""
 
     def __init__(
         self,
-        model: DecoderForCausalLM,
         attention: AttentionBackend,
         *,
         vocab_size: int,
@@ -33,16 +42,18 @@ class ModelRunner:
         block_size: int,
         device: torch.device,
     ) -> None:
-        self._model = model
+        self._model: CausalLM
         self._attention = attention
         self._batch = InputBatch(max_num_seqs, max_model_len, block_size)
         self._buffers = InputBuffers(max_num_batched_tokens, max_num_seqs, block_size)
         self._sampling = SamplingState(max_num_seqs, vocab_size)
         self._device = device
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row: alternatives, tokens reported before
-        self._kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kv_caches: list[KVCache] = []
 
-    def bind_kv_caches(self, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def bind(self, model: CausalLM, kv_caches: list[KVCache]) -> None:
+        """Called once, before the first step."""
+        self._model = model
         self._kv_caches = kv_caches
 
     @torch.inference_mode()

@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 
 from engine.attention import select_backend
-from engine.config import GIB, EngineConfig, ModelConfig, available_threads
-from engine.models import load_model
+from engine.attention.cpu_attention import CpuAttention
+from engine.config import GIB, EngineConfig, ModelConfig, available_threads, cache_folder
+from engine.models import KVCache, load_model
 from engine.outputs import SampledStep, SchedulerOutput
 from engine.sampling_params import InvalidParameter
-from engine.worker.model_runner import ModelRunner
+from engine.worker.cpu_kernels import load_cpu_kernels
+from engine.worker.model_runner import PROMPT_LOGPROB_ROWS, CausalLM, ModelRunner
+from engine.worker.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +33,30 @@ class Worker:
         self._config = config
         self._model_config = model_config
         self.device = _select_device(config.device)
-        torch.set_num_threads(config.num_threads or available_threads())
-        self._attention = select_backend(self.device)
+        num_threads = config.num_threads or available_threads()
+        torch.set_num_threads(num_threads)
+        self._kernels = (
+            load_cpu_kernels(
+                config.cpu_kernels,
+                model_config,
+                block_size=config.block_size,
+                num_threads=num_threads,
+                cache_folder=cache_folder() / "kernels",
+            )
+            if self.device.type == "cpu"
+            else None
+        )
+        self._attention = CpuAttention(self._kernels) if self._kernels else select_backend(self.device)
         with torch.inference_mode():
-            model = load_model(
+            self._model = load_model(
                 model_config,
                 load_format=config.load_format,
                 device=self.device,
                 attention=self._attention,
                 seed=config.seed,
+                packing="panels" if self._kernels else None,
             )
         self._runner = ModelRunner(
-            model,
             self._attention,
             vocab_size=model_config.vocab_size,
             max_model_len=model_config.max_model_len,
@@ -77,21 +92,32 @@ class Worker:
             num_blocks, self._config.block_size, self._model_config.num_kv_heads, self._model_config.head_dim
         )
         dtype = getattr(torch, self._model_config.dtype)
-        self._runner.bind_kv_caches(
-            [
-                (
-                    torch.empty(shape, dtype=dtype, device=self.device),
-                    torch.empty(shape, dtype=dtype, device=self.device),
-                )
-                for _ in range(self._model_config.num_layers)
-            ]
-        )
+        kv_caches = [
+            (torch.empty(shape, dtype=dtype, device=self.device), torch.empty(shape, dtype=dtype, device=self.device))
+            for _ in range(self._model_config.num_layers)
+        ]
+        self._runner.bind(self._planned(kv_caches), kv_caches)
         logger.info(
             "kv_cache blocks=%d tokens=%d bytes=%d device=%s",
             num_blocks,
             num_blocks * self._config.block_size,
             num_blocks * self._model_config.kv_block_bytes(self._config.block_size),
             self.device,
+        )
+
+    def _planned(self, kv_caches: list[KVCache]) -> CausalLM:
+        """The model itself, or the plan of its step where the C++ kernels run it."""
+        if not isinstance(self._attention, CpuAttention):
+            return self._model
+        # Their threads have the cores; torch's own would wait for work in the way of them.
+        torch.set_num_threads(1)
+        return StepPlan(
+            self._model,
+            kv_caches,
+            self._attention,
+            dtype=getattr(torch, self._model_config.dtype),
+            max_tokens=self._config.max_num_batched_tokens,
+            max_rows=max(self._config.max_num_seqs, PROMPT_LOGPROB_ROWS),
         )
 
     def execute(self, work: SchedulerOutput) -> list[SampledStep]:

@@ -34,6 +34,20 @@ async def collect(engine: AsyncEngine, prompt: str, params: SamplingParams, **kw
     return text, token_ids
 
 
+async def reader(engine: AsyncEngine) -> tuple[asyncio.Task[None], list[str | None]]:
+    """A task that reads a long output and has its first token, and the finish reasons that it has seen."""
+    began, reasons = asyncio.Event(), []
+
+    async def read() -> None:
+        async for delta in engine.generate("Hello", LONG):
+            reasons.append(delta.outputs[0].finish_reason)
+            began.set()
+
+    task = asyncio.create_task(read())
+    await began.wait()
+    return task, reasons
+
+
 async def until_idle(engine: AsyncEngine) -> None:
     """Waits until no request is left, then checks that every block is back."""
     for _ in range(500):
@@ -81,8 +95,7 @@ async def test_closing_a_stream_aborts_its_request(engine: AsyncEngine) -> None:
 
 
 async def test_cancelling_a_reader_aborts_its_request(engine: AsyncEngine) -> None:
-    task = asyncio.create_task(collect(engine, "Hello", LONG))
-    await asyncio.sleep(0.2)
+    task, _ = await reader(engine)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -182,14 +195,7 @@ async def test_shutdown_drains_then_aborts(tiny_folder: Path) -> None:
 
 async def test_shutdown_without_drain_ends_streams_with_abort(tiny_folder: Path) -> None:
     engine = AsyncEngine(str(tiny_folder), load_format="dummy", dtype="float32", num_kv_blocks=256)
-    reasons: list[str | None] = []
-
-    async def read() -> None:
-        async for delta in engine.generate("Hello", LONG):
-            reasons.append(delta.outputs[0].finish_reason)
-
-    task = asyncio.create_task(read())
-    await asyncio.sleep(0.1)
+    task, reasons = await reader(engine)
     await engine.shutdown()
     await asyncio.wait_for(task, 10)
     assert reasons[-1] == FinishReason.ABORT

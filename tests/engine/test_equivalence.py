@@ -7,8 +7,8 @@ and must be seen to have been that path.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,31 @@ def params() -> list[SamplingParams]:
     return [GREEDY if index % 2 == 0 else SEEDED[index // 2 % len(SEEDED)] for index in range(8)]
 
 
-@contextmanager
-def engine(folder: Path, **changed: Any) -> Iterator[LLM]:
-    arguments: dict[str, Any] = {
-        "dtype": "float32",
-        "max_model_len": 512,
-        "num_kv_blocks": 512,
-        "debug_integrity": True,
-        **changed,
-    }
-    with LLM(str(folder), **arguments) as llm:
-        yield llm
+Engine = Callable[..., AbstractContextManager[LLM]]
+
+
+@pytest.fixture(scope="module", params=[("float32", "auto"), ("bfloat16", "auto"), ("float32", "torch")], ids="-".join)
+def engine(request: pytest.FixtureRequest, demo_folder: Path) -> Engine:
+    """Makes engines that differ in nothing but the arguments given.
+
+    The C++ kernels hold the rule in bfloat16 as well: their sums have the same order for any number of rows.
+    """
+    dtype, kernels = request.param
+
+    @contextmanager
+    def make(**changed: Any) -> Iterator[LLM]:
+        arguments: dict[str, Any] = {
+            "dtype": dtype,
+            "cpu_kernels": kernels,
+            "max_model_len": 512,
+            "num_kv_blocks": 512,
+            "debug_integrity": True,
+            **changed,
+        }
+        with LLM(str(demo_folder), **arguments) as llm:
+            yield llm
+
+    return make
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -65,8 +79,8 @@ def metric(llm: LLM, name: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def alone(demo_folder: Path) -> list[list[int]]:
-    with engine(demo_folder, enable_prefix_caching=False) as llm:
+def alone(engine: Engine) -> list[list[int]]:
+    with engine(enable_prefix_caching=False) as llm:
         return [
             tokens(llm.generate([prompt], each, use_tqdm=False))[0]
             for prompt, each in zip(prompts(), params(), strict=True)
@@ -78,38 +92,38 @@ def test_baseline_is_not_trivial(alone: list[list[int]]) -> None:
     assert len({tuple(each) for each in alone}) == len(alone)
 
 
-def test_batched(demo_folder: Path, alone: list[list[int]]) -> None:
-    with engine(demo_folder, enable_prefix_caching=False) as llm:
+def test_batched(engine: Engine, alone: list[list[int]]) -> None:
+    with engine(enable_prefix_caching=False) as llm:
         assert tokens(llm.generate(prompts(), params(), use_tqdm=False)) == alone
         # All in one batch: as many steps as one request takes, not eight times as many.
         assert metric(llm, "manta_engine_steps_total") <= MAX_TOKENS + 2
 
 
-def test_chunked(demo_folder: Path, alone: list[list[int]]) -> None:
-    with engine(demo_folder, enable_prefix_caching=False, max_num_seqs=8, max_num_batched_tokens=16) as llm:
+def test_chunked(engine: Engine, alone: list[list[int]]) -> None:
+    with engine(enable_prefix_caching=False, max_num_seqs=8, max_num_batched_tokens=16) as llm:
         outputs = llm.generate(prompts(), params(), use_tqdm=False)
         assert tokens(outputs) == alone
         prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         assert metric(llm, "manta_engine_steps_total") > prompt_tokens / 16
 
 
-def test_warm_prefix_cache(demo_folder: Path, alone: list[list[int]]) -> None:
-    with engine(demo_folder) as llm:
+def test_warm_prefix_cache(engine: Engine, alone: list[list[int]]) -> None:
+    with engine() as llm:
         assert tokens(llm.generate(prompts(), params(), use_tqdm=False)) == alone
         again = llm.generate(prompts(), params(), use_tqdm=False)
         assert tokens(again) == alone
         assert all(output.num_cached_tokens >= len(output.prompt_token_ids) - 16 for output in again)
 
 
-def test_forced_preemption(demo_folder: Path, alone: list[list[int]]) -> None:
-    with engine(demo_folder, enable_prefix_caching=False, max_model_len=192, num_kv_blocks=36) as llm:
+def test_forced_preemption(engine: Engine, alone: list[list[int]]) -> None:
+    with engine(enable_prefix_caching=False, max_model_len=192, num_kv_blocks=36) as llm:
         assert tokens(llm.generate(prompts(), params(), use_tqdm=False)) == alone
         assert metric(llm, "manta_preemptions_total") > 0
 
 
-def test_resumed(demo_folder: Path, alone: list[list[int]]) -> None:
+def test_resumed(engine: Engine, alone: list[list[int]]) -> None:
     """What a failover does: another engine goes on from the tokens that were delivered."""
-    with engine(demo_folder) as llm:
+    with engine() as llm:
         rest: dict[str, list[int]] = {}
         for index, (prompt, each) in enumerate(zip(prompts(), params(), strict=True)):
             (request,) = llm._processor.process(prompt, each, request_id=str(index)).children
@@ -123,9 +137,8 @@ def test_resumed(demo_folder: Path, alone: list[list[int]]) -> None:
         assert list(rest.values()) == alone
 
 
-def test_all_at_once(demo_folder: Path, alone: list[list[int]]) -> None:
+def test_all_at_once(engine: Engine, alone: list[list[int]]) -> None:
     with engine(
-        demo_folder,
         max_model_len=192,
         num_kv_blocks=26,
         max_num_seqs=8,
@@ -139,8 +152,8 @@ def test_all_at_once(demo_folder: Path, alone: list[list[int]]) -> None:
         assert metric(llm, "manta_prefix_cache_hit_tokens_total") > 0
 
 
-def test_one_of_many_completions(demo_folder: Path, alone: list[list[int]]) -> None:
-    with engine(demo_folder) as llm:
+def test_one_of_many_completions(engine: Engine, alone: list[list[int]]) -> None:
+    with engine() as llm:
         many = llm.generate(prompts()[1:2], replace(params()[1], n=3), use_tqdm=False)[0]
         assert many.outputs[0].token_ids == alone[1]
         # The children share the prompt's blocks: only the first computes them.

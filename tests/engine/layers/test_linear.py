@@ -7,17 +7,22 @@ import weakref
 import pytest
 import torch
 
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, packing_for
 from engine.layers.weight import Placement
 
 TYPES = [(torch.float32, 1e-5), (torch.bfloat16, 4e-2), (torch.float16, 5e-3)]
+
+
+def packed(dtype):
+    cpu = torch.device("cpu")
+    return Placement(dtype, cpu, packing_for(dtype, cpu))
 
 
 def fused(in_features, sizes, dtype, bias):
     """A Linear and the tensors that it was loaded from, of which nothing else holds the weights."""
     generator = torch.Generator().manual_seed(0)
     parts = {f"part{index}": size for index, size in enumerate(sizes)}
-    linear = Linear(in_features, parts, bias=bias, placement=Placement(dtype, torch.device("cpu")))
+    linear = Linear(in_features, parts, bias=bias, placement=packed(dtype))
     weights = linear.weights("layer.")
     assert next(iter(weights)) == "layer.part0.weight"
     tensors = {name: torch.randn(w.shape, generator=generator).to(dtype) for name, w in weights.items()}
@@ -57,7 +62,7 @@ def test_packed_weight_replaces_the_plain_one():
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch cannot pack weights")
     with torch.inference_mode():
-        linear = Linear(16, {"proj": 8}, bias=False, placement=Placement(torch.float32, torch.device("cpu")))
+        linear = Linear(16, {"proj": 8}, bias=False, placement=packed(torch.float32))
         tensor = torch.randn(8, 16)
         gone = weakref.ref(tensor)
         linear.weights("")["proj.weight"].load(tensor)

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.attention.cpu_attention import CpuAttention
 from engine.attention.torch_attention import TorchAttention
 from engine.config import EngineConfig, ModelConfig
 from engine.hub import load_model_config
 from engine.models import load_model
 from engine.protocols import AttentionMetadata
+from engine.worker.step_plan import StepPlan
+from kernels.cpu.library import CpuKernels
 
 BLOCK_SIZE = 16
 SIZES = {
@@ -54,13 +57,29 @@ def config_of(folder: Path, **changes: Any) -> ModelConfig:
 class Runner:
     """Our model with a small KV cache of NaNs, in which request r owns every n-th block."""
 
-    def __init__(self, config: ModelConfig, *, num_requests: int = 1, load_format: str = "auto", seed: int = 0) -> None:
-        self._attention = TorchAttention()
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_requests: int = 1,
+        load_format: str = "auto",
+        seed: int = 0,
+        kernels: CpuKernels | None = None,
+    ) -> None:
+        """With kernels the model's step plan runs on them, without on torch."""
+        self._attention = CpuAttention(kernels) if kernels else TorchAttention()
         self.config = config
         self._blocks = -(-config.max_model_len // BLOCK_SIZE)
         self._num_requests = num_requests
         with torch.inference_mode():
-            self.model = load_model(config, load_format=load_format, device="cpu", attention=self._attention, seed=seed)
+            self.model: Any = load_model(
+                config,
+                load_format=load_format,
+                device="cpu",
+                attention=self._attention,
+                seed=seed,
+                packing="panels" if kernels else None,
+            )
             shape = self._attention.kv_cache_shape(
                 self._blocks * num_requests, BLOCK_SIZE, config.num_kv_heads, config.head_dim
             )
@@ -69,6 +88,10 @@ class Runner:
                 (torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype))
                 for _ in range(config.num_layers)
             ]
+            if isinstance(self._attention, CpuAttention):
+                self.model = StepPlan(
+                    self.model, self._caches, self._attention, dtype=dtype, max_tokens=256, max_rows=256
+                )
         self._done = [0] * num_requests
 
     @torch.inference_mode()
@@ -96,7 +119,8 @@ class Runner:
         )
         flat = torch.tensor([token for ids in tokens.values() for token in ids])
         hidden = self.model.forward(flat, torch.cat(positions), self._caches)
-        logits = self.model.compute_logits(hidden)
+        # A plan overwrites what it gave with what it gives next.
+        logits = self.model.compute_logits(hidden).clone()
         return dict(zip(tokens, logits.split(lengths.tolist()), strict=True))
 
     def logits(self, ids: Sequence[int], chunks: Sequence[int]) -> Tensor:

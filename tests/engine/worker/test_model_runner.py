@@ -24,9 +24,8 @@ ASKS = EngineRequest(
 )
 
 
-def make_runner(model: Any, attention: Any, device: str = "cpu") -> ModelRunner:
+def make_runner(attention: Any, device: str = "cpu") -> ModelRunner:
     return ModelRunner(
-        model,
         attention,
         vocab_size=SIZES["vocab_size"] or 0,
         max_model_len=64,
@@ -50,9 +49,9 @@ def test_prompt_logprobs_go_on_after_a_preemption_without_gap_or_repeat(tmp_path
     attention = TorchAttention()
     with torch.inference_mode():
         model = load_model(config, load_format="auto", device="cpu", attention=attention)
-    runner = make_runner(model, attention)
+    runner = make_runner(attention)
     shape = attention.kv_cache_shape(8, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    runner.bind_kv_caches([(torch.empty(shape), torch.empty(shape)) for _ in range(config.num_layers)])
+    runner.bind(model, [(torch.empty(shape), torch.empty(shape)) for _ in range(config.num_layers)])
 
     parts: list[TokenLogprobs] = []
     # The second start finds 16 tokens in the prefix cache and computes 7 of its tokens once more.
@@ -89,5 +88,7 @@ class _Elsewhere:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_models_inputs_lie_on_its_device(device: str) -> None:
     model = _Elsewhere()
-    make_runner(model, TorchAttention(), device).execute(chunk(0, 40, reported=0))
+    runner = make_runner(TorchAttention(), device)
+    runner.bind(model, [])
+    runner.execute(chunk(0, 40, reported=0))
     assert model.seen == {device}

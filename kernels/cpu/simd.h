@@ -1,0 +1,178 @@
+// Vectors of 16 floats, bfloat16, and the few operations on them that differ between instruction sets.
+//
+// The vector types are the compiler's: the same source becomes AVX-512, AVX2 or whatever the target has. Only the
+// bfloat16 dot product has an instruction that the compiler does not find by itself.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace manta {
+
+typedef float vfloat __attribute__((vector_size(64)));
+typedef int32_t vint __attribute__((vector_size(64)));
+typedef uint32_t vuint __attribute__((vector_size(64)));
+
+constexpr int LANES = 16;
+
+// Rows that one pass over a panel computes: as many as leave their sums in registers.
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS = 12;
+#elif defined(__AVX2__)
+constexpr int MAX_ROWS = 3;
+#else
+constexpr int MAX_ROWS = 2;
+#endif
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
+
+// Round to nearest even; NaN stays NaN.
+inline void assign(float& to, float x) { to = x; }
+inline void assign(bf16& to, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    to.bits = (bits & 0x7fffffffu) > 0x7f800000u ? uint16_t(bits >> 16 | 0x40) : uint16_t((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+inline vfloat splat(float x) { return vfloat{} + x; }
+
+inline vfloat load(const float* from) {
+    vfloat result;
+    memcpy(&result, from, sizeof result);
+    return result;
+}
+inline vfloat load(const bf16* from) {
+    typedef uint16_t half __attribute__((vector_size(32)));
+    half bits;
+    memcpy(&bits, from, sizeof bits);
+    vuint wide = __builtin_convertvector(bits, vuint) << 16;
+    return (vfloat)wide;
+}
+
+inline void store(float* to, vfloat x) { memcpy(to, &x, sizeof x); }
+inline void store(bf16* to, vfloat x) {
+#ifdef __AVX512BF16__
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+    memcpy(to, &rounded, 32);
+#else
+    typedef uint16_t half __attribute__((vector_size(32)));
+    vuint bits = (vuint)x;
+    vuint rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    vuint nan = bits >> 16 | 0x40u;
+    rounded = ((bits & 0x7fffffffu) > 0x7f800000u) ? nan : rounded;
+    half narrow = __builtin_convertvector(rounded, half);
+    memcpy(to, &narrow, sizeof narrow);
+#endif
+}
+
+inline vfloat vmax(vfloat a, vfloat b) { return a > b ? a : b; }
+
+inline float reduce_add(vfloat x) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+inline float reduce_max(vfloat x) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    return lanes[0];
+}
+
+// e^x, exactly 0 below -87; two units in the last place. Cody-Waite reduction, then a polynomial of degree 6.
+inline vfloat vexp(vfloat x) {
+    const vfloat magic = splat(12582912.0f);  // adding it rounds to a whole number, which then stands in the low bits
+    vfloat low = splat(-87.0f);
+    vfloat clamped = x > low ? x : low;
+    clamped = clamped < splat(88.0f) ? clamped : splat(88.0f);
+    vfloat shifted = clamped * 1.44269504088896341f + magic;
+    vfloat n = shifted - magic;
+    vfloat r = clamped - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    vfloat p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    vint scale = ((vint)shifted << 23) + (127 << 23);
+    vfloat result = p * (vfloat)scale;
+    return x < low ? vfloat{} : result;
+}
+
+// ---- panels: the right-hand side of a product ----
+//
+// float32: [k][columns]; bfloat16: [k / 2][columns][2], so that one 32-bit lane holds two steps of k.
+
+template <class T>
+constexpr int STEP = 1;  // values of k that one step takes
+template <>
+constexpr int STEP<bf16> = 2;
+
+constexpr int64_t AHEAD_BYTES = 4096;
+
+// acc[row][v] += sum over steps of a[row][step] * b[step][16 v ... 16 v + 15].
+//
+// AHEAD fetches b into the cache AHEAD_BYTES before it is used: one panel of a weight lies behind the other.
+// a: rows of lda elements. b: each step is ldb elements on. The order of the sum is that of the steps, whatever ROWS
+// is: a row's result does not depend on which rows are computed with it.
+template <int ROWS, int VECTORS, bool AHEAD = false>
+inline void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t steps, vfloat (&acc)[ROWS][VECTORS]) {
+    for (int64_t s = 0; s < steps; s++, b += ldb) {
+        vfloat right[VECTORS];
+        for (int v = 0; v < VECTORS; v++) right[v] = load(b + v * LANES);
+        if (AHEAD)
+            for (int v = 0; v < VECTORS; v++) __builtin_prefetch(b + AHEAD_BYTES / sizeof(float) + v * LANES);
+        for (int row = 0; row < ROWS; row++) {
+            vfloat left = splat(a[row * lda + s]);
+            for (int v = 0; v < VECTORS; v++) acc[row][v] += left * right[v];
+        }
+    }
+}
+
+template <int ROWS, int VECTORS, bool AHEAD = false>
+inline void multiply(const bf16* a, int64_t lda, const bf16* b, int64_t ldb, int64_t steps, vfloat (&acc)[ROWS][VECTORS]) {
+    for (int64_t s = 0; s < steps; s++, b += ldb) {
+        vint right[VECTORS];
+        for (int v = 0; v < VECTORS; v++) memcpy(&right[v], b + v * 2 * LANES, 64);
+        if (AHEAD)
+            for (int v = 0; v < VECTORS; v++) __builtin_prefetch(b + AHEAD_BYTES / sizeof(bf16) + v * 2 * LANES);
+        for (int row = 0; row < ROWS; row++) {
+            int32_t pair;
+            memcpy(&pair, a + row * lda + 2 * s, 4);
+#ifdef __AVX512BF16__
+            __m512bh left = (__m512bh)_mm512_set1_epi32(pair);
+            for (int v = 0; v < VECTORS; v++)
+                acc[row][v] = (vfloat)_mm512_dpbf16_ps((__m512)acc[row][v], left, (__m512bh)right[v]);
+#else
+            float first, second;
+            uint32_t low = uint32_t(pair) << 16, high = uint32_t(pair) & 0xffff0000u;
+            memcpy(&first, &low, 4);
+            memcpy(&second, &high, 4);
+            for (int v = 0; v < VECTORS; v++) {
+                acc[row][v] += splat(first) * (vfloat)(right[v] << 16);
+                acc[row][v] += splat(second) * (vfloat)(right[v] & int32_t(0xffff0000u));
+            }
+#endif
+        }
+    }
+}
+
+}  // namespace manta

@@ -1,0 +1,318 @@
+// Runs a step plan: a list of operations with their weights and buffers, over one flat batch, on all threads at once.
+//
+// A plan is made once for a model. Operations follow each other with a barrier between them; within one, threads take
+// pieces of work from a common queue. No result depends on the number of threads, nor on what else is in the batch.
+#include <atomic>
+#include <cmath>
+#include <memory>
+
+#include "attention.h"
+#include "pool.h"
+#include "simd.h"
+
+namespace manta {
+
+constexpr int PANEL = 32;         // columns of a packed weight's panel
+constexpr int64_t ROW_TILE = 192;  // rows that a panel is applied to while it is in the cache
+
+enum Kind : int64_t { EMBED, RMS_NORM, LINEAR, ROTATE_AND_STORE, ATTEND };
+enum Epilogue : int64_t { STORE, ADD_TO_RESIDUAL, SILU_AND_MULTIPLY, STORE_FLOAT };
+
+// One operation. Which fields it reads follows from its kind; the binding in kernels/cpu/library.py has the same order.
+struct Operation {
+    int64_t kind;
+    const void* input;    // [tokens, in_features]
+    void* output;         // [tokens, out_features], or the float32 residual
+    const void* weight;   // LINEAR: packed panels; EMBED: [vocab, size]; RMS_NORM: float32 [size]
+    const float* bias;    // LINEAR: padded as the panels are; null is none
+    int64_t in_features;
+    int64_t out_features;  // LINEAR with SILU_AND_MULTIPLY: half of the panels' columns
+    int64_t epilogue;
+    float eps;
+    float scale;
+    void* key_cache;
+    void* value_cache;
+    const float* query_norm;  // float32 [head_dim]; null is none
+    const float* key_norm;
+    int64_t heads, kv_heads, head_dim;
+    int64_t window;
+};
+
+// What changes from step to step.
+struct Batch {
+    int64_t tokens;
+    const int64_t* token_ids;
+    const int64_t* positions;
+    const int64_t* slots;
+    int64_t requests;
+    const int32_t* query_start;
+    const int32_t* context_lens;
+    const int32_t* block_tables;
+    int64_t table_stride;
+    const float* cosines;  // [tokens, head_dim / 2]
+    const float* sines;
+};
+
+class Queue {
+   public:
+    void reset() { next_.store(0, std::memory_order_relaxed); }
+    int64_t take(int64_t count = 1) { return next_.fetch_add(count, std::memory_order_relaxed); }
+
+   private:
+    alignas(64) std::atomic<int64_t> next_{0};
+};
+
+template <class T>
+class Step {
+   public:
+    Step(Pool& pool, const Operation* operations, int64_t count, const Batch& batch)
+        : pool_(pool), operations_(operations), count_(count), batch_(batch) {
+        for (int64_t i = 0; i < count && tile_start_.empty(); i++)
+            if (operations[i].kind == ATTEND) cut_into_tiles(operations[i].heads / operations[i].kv_heads);
+    }
+
+    void run() {
+        pool_.run([this](int thread) { work(thread); });
+    }
+
+   private:
+    void work(int thread) {
+        thread_local auto scratch = std::make_unique<AttentionScratch<T>>();
+        for (int64_t i = 0; i < count_; i++) {
+            const Operation& op = operations_[i];
+            Queue& queue = queues_[i % 2];
+            switch (op.kind) {
+                case EMBED: embed(op, queue); break;
+                case RMS_NORM: rms_norm(op, queue); break;
+                case LINEAR: linear(op, queue); break;
+                case ROTATE_AND_STORE: rotate_and_store(op, queue); break;
+                case ATTEND: attention(op, queue, *scratch); break;
+            }
+            // The queue of the operation before is read by nobody now, and by all after the barrier.
+            if (thread == 0) queues_[(i + 1) % 2].reset();
+            pool_.barrier.wait();
+        }
+    }
+
+    template <class Row>
+    void each_row(Queue& queue, Row row) {
+        const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(16, batch_.tokens / (2 * pool_.threads())));
+        for (int64_t first; (first = queue.take(grain)) < batch_.tokens;)
+            for (int64_t token = first; token < std::min(first + grain, batch_.tokens); token++) row(token);
+    }
+
+    void embed(const Operation& op, Queue& queue) {
+        const T* table = static_cast<const T*>(op.weight);
+        float* residual = static_cast<float*>(op.output);
+        each_row(queue, [&](int64_t token) {
+            const T* from = table + batch_.token_ids[token] * op.out_features;
+            float* to = residual + token * op.out_features;
+            for (int64_t i = 0; i < op.out_features; i++) to[i] = to_float(from[i]);
+        });
+    }
+
+    void rms_norm(const Operation& op, Queue& queue) {
+        const float* weight = static_cast<const float*>(op.weight);
+        each_row(queue, [&](int64_t token) {
+            normalize(static_cast<const float*>(op.input) + token * op.in_features,
+                      static_cast<T*>(op.output) + token * op.in_features, weight, op.in_features, op.eps);
+        });
+    }
+
+    template <class From, class To>
+    static void normalize(const From* from, To* to, const float* weight, int64_t size, float eps) {
+        vfloat squares = {};
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES) {
+            vfloat x = load(from + i);
+            squares += x * x;
+        }
+        float sum = reduce_add(squares);
+        for (int64_t rest = i; rest < size; rest++) sum += to_float(from[rest]) * to_float(from[rest]);
+        const float factor = 1.0f / std::sqrt(sum / float(size) + eps);
+        for (i = 0; i + LANES <= size; i += LANES) store(to + i, load(from + i) * factor * load(weight + i));
+        for (; i < size; i++) assign(to[i], to_float(from[i]) * factor * weight[i]);
+    }
+
+    void linear(const Operation& op, Queue& queue) {
+        const int64_t columns = op.epilogue == SILU_AND_MULTIPLY ? 2 * op.out_features : op.out_features;
+        const int64_t panels = op.epilogue == SILU_AND_MULTIPLY ? (op.out_features + LANES - 1) / LANES
+                                                                : (columns + PANEL - 1) / PANEL;
+        const int64_t row_tiles = (batch_.tokens + ROW_TILE - 1) / ROW_TILE;
+        // A few panels at a time, which lie one behind the other in memory.
+        const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(8, panels / (4 * pool_.threads())));
+        const int64_t groups = (panels + grain - 1) / grain;
+        for (int64_t item; (item = queue.take()) < row_tiles * groups;) {
+            const int64_t first_row = item / groups * ROW_TILE;
+            const int64_t last_row = std::min(first_row + ROW_TILE, batch_.tokens);
+            const int64_t first = item % groups * grain;
+            for (int64_t panel = first; panel < std::min(first + grain, panels); panel++)
+                for (int64_t row = first_row; row < last_row; row += MAX_ROWS)
+                    product<MAX_ROWS>(op, panel, row, int(std::min<int64_t>(MAX_ROWS, last_row - row)));
+        }
+    }
+
+    template <int ROWS>
+    void product(const Operation& op, int64_t panel, int64_t row, int rows) {
+        if constexpr (ROWS > 0) {
+            if (rows < ROWS) return product<ROWS - 1>(op, panel, row, rows);
+            const int64_t steps = (op.in_features + STEP<T> - 1) / STEP<T>;
+            const T* a = static_cast<const T*>(op.input) + row * op.in_features;
+            const T* b = static_cast<const T*>(op.weight) + panel * steps * STEP<T> * PANEL;
+            vfloat acc[ROWS][2];
+            for (int v = 0; v < 2; v++) {
+                vfloat start = op.bias ? load(op.bias + panel * PANEL + v * LANES) : vfloat{};
+                for (int r = 0; r < ROWS; r++) acc[r][v] = start;
+            }
+            multiply<ROWS, 2, true>(a, op.in_features, b, PANEL * STEP<T>, steps, acc);
+            for (int r = 0; r < ROWS; r++) finish(op, panel, row + r, acc[r]);
+        }
+    }
+
+    static void finish(const Operation& op, int64_t panel, int64_t row, const vfloat (&sums)[2]) {
+        if (op.epilogue == SILU_AND_MULTIPLY) {
+            vfloat gate = sums[0];
+            vfloat gated = gate / (1.0f + vexp(-gate)) * sums[1];
+            put(static_cast<T*>(op.output) + row * op.out_features, gated, panel * LANES, op.out_features);
+            return;
+        }
+        for (int v = 0; v < 2; v++) {
+            const int64_t column = panel * PANEL + v * LANES;
+            if (op.epilogue == STORE) {
+                put(static_cast<T*>(op.output) + row * op.out_features, sums[v], column, op.out_features);
+            } else {
+                float* to = static_cast<float*>(op.output) + row * op.out_features;
+                if (op.epilogue == STORE_FLOAT)
+                    put(to, sums[v], column, op.out_features);
+                else if (column + LANES <= op.out_features)
+                    store(to + column, load(to + column) + sums[v]);
+                else
+                    for (int i = 0; column + i < op.out_features; i++) to[column + i] += sums[v][i];
+            }
+        }
+    }
+
+    template <class To>
+    static void put(To* row, vfloat sums, int64_t column, int64_t columns) {
+        if (column + LANES <= columns)
+            store(row + column, sums);
+        else
+            for (int i = 0; column + i < columns; i++) assign(row[column + i], sums[i]);
+    }
+
+    // Queries are turned where they stand; keys are turned on their way into their block.
+    void rotate_and_store(const Operation& op, Queue& queue) {
+        const int64_t dim = op.head_dim, width = (op.heads + 2 * op.kv_heads) * dim;
+        T* keys = static_cast<T*>(op.key_cache);
+        T* values = static_cast<T*>(op.value_cache);
+        each_row(queue, [&](int64_t token) {
+            T* query = static_cast<T*>(op.output) + token * width;
+            T* key = query + op.heads * dim;
+            const T* value = key + op.kv_heads * dim;
+            const float* cosine = batch_.cosines + token * dim / 2;
+            const float* sine = batch_.sines + token * dim / 2;
+            const int64_t block = batch_.slots[token] / BLOCK, offset = batch_.slots[token] % BLOCK;
+            for (int64_t head = 0; head < op.heads; head++) turn(query + head * dim, dim, cosine, sine, op.query_norm, op.eps);
+            for (int64_t head = 0; head < op.kv_heads; head++) {
+                turn(key + head * dim, dim, cosine, sine, op.key_norm, op.eps);
+                const int64_t panel = (block * op.kv_heads + head) * BLOCK * dim;
+                for (int64_t d = 0; d < dim; d++)
+                    keys[panel + (d / STEP<T> * BLOCK + offset) * STEP<T> + d % STEP<T>] = key[head * dim + d];
+                T* to = values + panel + offset / STEP<T> * dim * STEP<T> + offset % STEP<T>;
+                for (int64_t d = 0; d < dim; d++) to[d * STEP<T>] = value[head * dim + d];
+            }
+        });
+    }
+
+    static void turn(T* head, int64_t dim, const float* cosine, const float* sine, const float* norm, float eps) {
+        if (norm) normalize(head, head, norm, dim, eps);
+        const int64_t half = dim / 2;
+        int64_t i = 0;
+        for (; i + LANES <= half; i += LANES) {
+            vfloat low = load(head + i), high = load(head + half + i);
+            vfloat c = load(cosine + i), s = load(sine + i);
+            store(head + i, low * c - high * s);
+            store(head + half + i, high * c + low * s);
+        }
+        for (; i < half; i++) {
+            float low = to_float(head[i]), high = to_float(head[half + i]);
+            assign(head[i], low * cosine[i] - high * sine[i]);
+            assign(head[half + i], high * cosine[i] + low * sine[i]);
+        }
+    }
+
+    // Tiles are rows of (token, head of the group), up to MAX_ROWS of them, that share a request and a KV head.
+    void attention(const Operation& op, Queue& queue, AttentionScratch<T>& scratch) {
+        const int64_t group = op.heads / op.kv_heads, width = (op.heads + 2 * op.kv_heads) * op.head_dim;
+        const int64_t tile_count = tile_start_.back();
+        const T* queries = static_cast<const T*>(op.input);
+        for (int64_t item; (item = queue.take()) < tile_count * op.kv_heads;) {
+            // The last ones see most keys: they are begun first.
+            const int64_t index = tile_count - 1 - item / op.kv_heads;
+            const int64_t request =
+                std::upper_bound(tile_start_.begin(), tile_start_.end(), index) - tile_start_.begin() - 1;
+            const int64_t start = batch_.query_start[request], tokens = batch_.query_start[request + 1] - start;
+            const int64_t first = (index - tile_start_[request]) * MAX_ROWS;
+            Tile<T> tile;
+            tile.keys = static_cast<const T*>(op.key_cache);
+            tile.values = static_cast<const T*>(op.value_cache);
+            tile.blocks = batch_.block_tables + request * batch_.table_stride;
+            tile.context = batch_.context_lens[request];
+            tile.kv_heads = op.kv_heads;
+            tile.kv_head = item % op.kv_heads;
+            tile.head_dim = op.head_dim;
+            tile.window = op.window;
+            tile.scale = op.scale;
+            tile.rows = int(std::min<int64_t>(MAX_ROWS, tokens * group - first));
+            for (int row = 0; row < tile.rows; row++) {
+                const int64_t token = (first + row) / group, head = tile.kv_head * group + (first + row) % group;
+                tile.query[row] = queries + (start + token) * width + head * op.head_dim;
+                tile.out[row] = static_cast<T*>(op.output) + ((start + token) * op.heads + head) * op.head_dim;
+                tile.position[row] = tile.context - tokens + token;
+            }
+            dispatch<MAX_ROWS>(tile, scratch);
+        }
+    }
+
+    template <int ROWS>
+    static void dispatch(const Tile<T>& tile, AttentionScratch<T>& scratch) {
+        if constexpr (ROWS > 0) {
+            if (tile.rows < ROWS) return dispatch<ROWS - 1>(tile, scratch);
+            attend<ROWS>(tile, scratch);
+        }
+    }
+
+    // Where each request's tiles begin; all layers have the same heads.
+    void cut_into_tiles(int64_t group) {
+        tile_start_.assign(1, 0);
+        for (int64_t request = 0; request < batch_.requests; request++) {
+            const int64_t rows = (batch_.query_start[request + 1] - batch_.query_start[request]) * group;
+            tile_start_.push_back(tile_start_.back() + (rows + MAX_ROWS - 1) / MAX_ROWS);
+        }
+    }
+
+    Pool& pool_;
+    const Operation* operations_;
+    const int64_t count_;
+    const Batch& batch_;
+    std::vector<int64_t> tile_start_;
+    Queue queues_[2];
+};
+
+}  // namespace manta
+
+#define MANTA_API extern "C" __attribute__((visibility("default")))
+
+MANTA_API void* manta_pool_create(int threads) { return new manta::Pool(threads); }
+MANTA_API void manta_pool_destroy(void* pool) { delete static_cast<manta::Pool*>(pool); }
+
+// The sizes of the structures, by which the binding sees that it describes them as they are.
+MANTA_API int64_t manta_operation_bytes() { return sizeof(manta::Operation); }
+MANTA_API int64_t manta_batch_bytes() { return sizeof(manta::Batch); }
+
+MANTA_API void manta_run_float32(void* pool, const manta::Operation* operations, int64_t count, const manta::Batch* batch) {
+    manta::Step<float>(*static_cast<manta::Pool*>(pool), operations, count, *batch).run();
+}
+MANTA_API void manta_run_bfloat16(void* pool, const manta::Operation* operations, int64_t count, const manta::Batch* batch) {
+    manta::Step<manta::bf16>(*static_cast<manta::Pool*>(pool), operations, count, *batch).run();
+}
