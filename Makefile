@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup serve test lint format
+.PHONY: setup serve test lint format bench-peers
 
 setup: $(INSTALLED)
 
@@ -37,3 +37,7 @@ format: setup
 
 test: lint
 	$(BIN)/python -m pytest
+
+# JSON=FILE writes the figures; each engine gets a virtual environment of its own in the cache folder.
+bench-peers: setup
+	$(BIN)/python -m tests.perf.peers $(if $(JSON),--json $(JSON))

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
     from engine.llm import LLM
     from engine.outputs import CompletionOutput, EngineLoad, EngineOutput, Logprob, RequestOutput
+    from engine.profiling.bookkeeping import bookkeeping_core
+    from engine.profiling.startup import measure_startup
+    from engine.profiling.step_profiler import StepProfiler, StepRecord
     from engine.request import EngineRequest, FinishReason
     from engine.sampling_params import InvalidParameter, SamplingParams
 
@@ -43,8 +46,12 @@ _HOME = {
     "ModelConfig": "engine.config",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling_params",
+    "StepProfiler": "engine.profiling.step_profiler",
+    "StepRecord": "engine.profiling.step_profiler",
+    "bookkeeping_core": "engine.profiling.bookkeeping",
     "hash_block": "engine.kv_cache.block_hash",
     "hash_blocks": "engine.kv_cache.block_hash",
+    "measure_startup": "engine.profiling.startup",
     "root_hash": "engine.kv_cache.block_hash",
 }
 
@@ -70,8 +77,12 @@ __all__ = [
     "ModelConfig",
     "RequestOutput",
     "SamplingParams",
+    "StepProfiler",
+    "StepRecord",
+    "bookkeeping_core",
     "hash_block",
     "hash_blocks",
+    "measure_startup",
     "root_hash",
 ]
 

@@ -17,6 +17,7 @@ from engine.sampling_params import InvalidParameter
 DType = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 CpuKernels = Literal["auto", "avx512_bf16", "avx512", "avx2", "portable", "torch"]
+Quantization = Literal["int8", "int8_w8a8"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 GIB = 1 << 30
@@ -64,6 +65,7 @@ class EngineConfig:
         num_threads: CPU threads of a step; None is what the process may use.
         cpu_kernels: instruction set of the C++ kernels on a CPU; `auto` is the best that the processor has, `torch`
             does without them.
+        quantization: of dense weights, at load, on a CPU: `int8` is of weights alone, `int8_w8a8` of activations too.
         debug_integrity: check all bookkeeping whenever the engine is idle.
     """
 
@@ -86,6 +88,7 @@ class EngineConfig:
     seed: int = 0
     num_threads: int | None = None
     cpu_kernels: CpuKernels = "auto"
+    quantization: Quantization | None = None
     debug_integrity: bool = False
 
     def __post_init__(self) -> None:
@@ -95,6 +98,12 @@ class EngineConfig:
         _choice("dtype", self.dtype, ("auto", *get_args(DType)))
         _choice("device", self.device, ("auto", "cpu", "cuda"))
         _choice("cpu_kernels", self.cpu_kernels, get_args(CpuKernels))
+        if self.quantization is not None:
+            _choice("quantization", self.quantization, get_args(Quantization))
+            for name, value in (("device", "cuda"), ("cpu_kernels", "torch"), ("dtype", "float16")):
+                if getattr(self, name) == value:
+                    rule = f"needs the C++ kernels of a CPU, which {name}={value!r} rules out"
+                    raise InvalidParameter.of("quantization", self.quantization, rule)
         _choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _at_least(name, getattr(self, name), 1)

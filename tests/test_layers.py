@@ -21,7 +21,7 @@ ROWS = [
     ["sampling", "spec_decode"],
     ["kv_transfer", "worker", "executor"],
     ["core"],
-    ["async_engine_core", "async_engine", "llm"],
+    ["async_engine_core", "async_engine", "llm", "profiling"],
 ]
 PLACE = {name: (row, column) for row, names in enumerate(ROWS) for column, name in enumerate(names)}
 NOT_BELOW_APP = {"starlette", "fastapi", "ray", "pydantic", "uvicorn"}

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from app.cli.bench.main import bench
 from app.cli.chat import chat
 from app.cli.check import check
 from app.cli.generate import generate
@@ -19,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 app.add_typer(models, name="models")
 app.command("chat")(chat)
 app.command("check")(check)

@@ -7,6 +7,7 @@ from typing import overload
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.layers.linear import Linear
 from engine.layers.recorder import Recorded
 from engine.layers.weight import Weight, Weights
 
@@ -33,3 +34,19 @@ class Embedding:
         if isinstance(token_ids, Recorded):
             return token_ids.recorder.embed(self._table)
         return F.embedding(token_ids, self._table)
+
+
+class TiedEmbedding:
+    """The table of a model whose head has the same one, in the head's packed weight."""
+
+    def __init__(self, head: Linear, size: int) -> None:
+        self._head = head
+        self._size = size
+
+    def weights(self, name: str) -> Weights:
+        """The head's, under the table's name."""
+        (weight,) = self._head.weights("").values()
+        return {name: weight}
+
+    def __call__(self, token_ids: Recorded) -> Recorded:
+        return token_ids.recorder.embed_from_panels(self._head.packed_weight, self._size)

@@ -11,10 +11,16 @@ from torch import Tensor
 
 from engine.layers.recorder import Recorded
 from engine.layers.weight import Packing, Placement, Weight, Weights
-from kernels.cpu.library import PANEL, interleave, pack_panels
+from kernels.cpu.library import PANEL, QUAD, Format, interleave, pack_int8, pack_panels
 
 PACK_ROWS = 32
 """The number of rows that packed weights are laid out for; in bfloat16 and float32 the layout suits all others."""
+
+FORMATS: Mapping[Packing, Format] = {
+    "panels": Format.PANELS,
+    "panels_int8": Format.INT8,
+    "panels_int8_w8a8": Format.INT8_ACTIVATIONS,
+}
 
 
 class Linear:
@@ -53,6 +59,10 @@ class Linear:
             start += size
         return weights
 
+    @property
+    def packed_weight(self) -> Tensor:
+        return self._weight
+
     @overload
     def __call__(self, x: Tensor) -> Tensor: ...
     @overload
@@ -61,7 +71,9 @@ class Linear:
         """[rows, in_features] to [rows, all outputs]."""
         if isinstance(x, Recorded):
             outputs = sum(self._parts.values())
-            return x.recorder.linear(x, self._weight, self._panel_bias(), self._in_features, outputs)
+            return x.recorder.linear(
+                x, self._weight, self._panel_bias(), self._in_features, outputs, FORMATS[self._placement.packing]
+            )
         if self._placement.packing == "onednn":
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return F.linear(x, self._weight, self._bias)
@@ -83,8 +95,15 @@ class Linear:
     def _pack(self) -> None:
         if self._placement.packing == "onednn":
             self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), PACK_ROWS)
-        elif self._placement.packing == "panels":
-            self._weight = pack_panels(interleave(*self._halves(self._weight)) if self._gated else self._weight)
+        elif self._placement.packing in FORMATS:
+            weight = interleave(*self._halves(self._weight)) if self._gated else self._weight
+            match FORMATS[self._placement.packing]:
+                case Format.PANELS:
+                    self._weight = pack_panels(weight)
+                case Format.INT8:
+                    self._weight = pack_int8(weight, step=2 if self._placement.dtype == torch.bfloat16 else 1)
+                case Format.INT8_ACTIVATIONS:
+                    self._weight = pack_int8(weight, step=QUAD)
 
     def _panel_bias(self) -> Tensor | None:
         """The bias in float32, in the order of the panels' columns and as long as they are."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Epilogue, Kind, Operation
+from kernels.cpu.library import Epilogue, Format, Kind, Operation, quantized_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +79,12 @@ class StepRecorder:
         residual = self._buffer("residual", table.shape[1], torch.float32)
         return self._add(Operation(kind=Kind.EMBED, weight=self._address(table), out_features=table.shape[1]), residual)
 
+    def embed_from_panels(self, panels: Tensor, size: int) -> Recorded:
+        """The same of a table that is packed as the weight of a product."""
+        residual = self._buffer("residual", size, torch.float32)
+        operation = Operation(kind=Kind.EMBED_FROM_PANELS, weight=self._address(panels), out_features=size)
+        return self._add(operation, residual)
+
     def rms_norm(self, x: Recorded, residual: Recorded | None, weight: Tensor, eps: float) -> tuple[Recorded, Recorded]:
         """Norm of x + residual, and that sum. Without a residual x is it."""
         if residual is None:
@@ -98,14 +104,21 @@ class StepRecorder:
         )
         return self._add(operation, self._buffer("norm", size)), residual
 
-    def linear(self, x: Recorded, weight: Tensor, bias: Tensor | None, in_features: int, out_features: int) -> Recorded:
+    def linear(
+        self, x: Recorded, weight: Tensor, bias: Tensor | None, in_features: int, out_features: int, format: Format
+    ) -> Recorded:
         """A product with packed panels.
 
         Args:
             bias: float32, as long as the panels are wide together.
+            format: of the panels.
         """
+        if format is Format.INT8_ACTIVATIONS:
+            quantize = Operation(kind=Kind.QUANTIZE, input=x.rows.data_ptr(), in_features=in_features)
+            x = self._add(quantize, self._buffer("quantized", quantized_bytes(in_features), torch.int8))
         operation = Operation(
             kind=Kind.LINEAR,
+            format=format,
             input=x.rows.data_ptr(),
             weight=self._address(weight),
             bias=None if bias is None else self._address(bias),

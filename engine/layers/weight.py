@@ -27,9 +27,9 @@ Weights = dict[str, Weight]
 """Tensor names of a checkpoint, and what is done with each."""
 
 
-Packing = Literal["plain", "onednn", "panels"]
+Packing = Literal["plain", "onednn", "panels", "panels_int8", "panels_int8_w8a8"]
 """How weights of dense projections lie in memory: as checkpoints have them, in oneDNN's layout, or as the CPU kernels
-read them. Panels are for step plans alone."""
+read them, quantised for activations as they are or for int8 ones. Panels are for step plans alone."""
 
 
 @dataclass(frozen=True, slots=True)

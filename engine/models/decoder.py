@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.layers.activation import silu_and_mul
 from engine.layers.attention import Angles, Attention
-from engine.layers.embedding import Embedding
+from engine.layers.embedding import Embedding, TiedEmbedding
 from engine.layers.linear import Linear
 from engine.layers.norm import QueryKeyNorm, RMSNorm
 from engine.layers.recorder import Heads, StepRecorder
@@ -119,7 +119,12 @@ class DecoderForCausalLM:
     def __init__(self, config: ModelConfig, attention: AttentionBackend, placement: Placement) -> None:
         self._tied = config.tie_word_embeddings
         self._hidden_size = config.hidden_size
-        self._embedding = Embedding(config.vocab_size, config.hidden_size)
+        self._lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, placement=placement)
+        self._embedding: Embedding | TiedEmbedding = (
+            TiedEmbedding(self._lm_head, config.hidden_size)
+            if self._tied and placement.packing == "panels"
+            else Embedding(config.vocab_size, config.hidden_size)
+        )
         self._rotary = RotaryEmbedding(
             config.rope,
             head_dim=config.head_dim,
@@ -133,19 +138,20 @@ class DecoderForCausalLM:
             for index in range(config.num_layers)
         ]
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
-        self._lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, placement=placement)
 
     def weights(self) -> Weights:
         """The tensors of a checkpoint that the model is made of."""
         weights = self._embedding.weights("model.embed_tokens.weight")
         head = self._lm_head.weights("")
-        if self._tied:
-            # The head shares the table, unless it packs a copy: rows cannot be looked up in a packed weight.
+        if isinstance(self._embedding, TiedEmbedding):
+            head = {}
+        elif self._tied:
+            # The head shares the table, unless it packs a copy in which rows cannot be looked up.
             ((name, table),) = weights.items()
             loads = (table.load, head["lm_head.weight"].load)
             weights = {name: Weight(table.shape, lambda tensor: [load(tensor) for load in loads])}
-        else:
-            weights |= head
+            head = {}
+        weights |= head
         for index, layer in enumerate(self._layers):
             weights |= layer.weights(f"model.layers.{index}.")
         return weights | self._norm.weights("model.norm.weight")

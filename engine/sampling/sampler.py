@@ -8,6 +8,9 @@ the next token is then
 in float32, equal scores by lower id, and the plain argmax at temperature 0. A row's token depends on nothing but its
 own logits, parameters, seed, position and history. Log-probabilities are of the raw logits.
 
+kernels/cpu/sample.cpp does all of it in one call; what follows is the same for logits on other devices and where there
+are no such kernels.
+
 Whatever is done to a whole vocabulary costs: a row is first searched for its best tokens, and those get noise. The
 others are looked at only where one of them may still win, which the noise's known range tells exactly.
 """
@@ -25,6 +28,8 @@ from engine.sampling.candidates import Candidates, Filters, scaled_logits, selec
 from engine.sampling.logprobs import repaired, token_logprobs
 from engine.sampling.noise import GUMBEL_MAX, TOKENS_PER_BLOCK, gumbel, gumbel_of_bits, random_blocks
 from engine.sampling.state import NO_LOGPROBS, SamplingState
+from kernels.cpu.library import CpuKernels
+from kernels.cpu.sampling_library import SamplingBatch
 
 _SLACK = 1e-4
 """Far above the rounding errors of a score, far below what would let many tokens through."""
@@ -64,6 +69,8 @@ def sample(logits: torch.Tensor, state: SamplingState, rows: np.ndarray, num_tok
         num_tokens: integers [n], tokens that the sequence has, which is the position of the next one.
     """
     logits = logits.detach().float()
+    if state.kernels is not None:
+        return _sample_in_one_call(state.kernels, logits, state, rows, num_tokens)
     token_ids, best = _argmax(logits)
     adjusted = state.always_adjusted[rows] | (num_tokens < state.min_length[rows])
     temperature = state.temperature[rows]
@@ -91,6 +98,39 @@ def sample(logits: torch.Tensor, state: SamplingState, rows: np.ndarray, num_tok
             drawn = np.array([draw.place for draw in draws])
             token_ids[drawn] = _draw(draws, state.seed[rows[drawn]], num_tokens[drawn])
     return SampleResult(token_ids, _logprobs(logits, token_ids, state.logprobs[rows]), tuple(broken))
+
+
+def _sample_in_one_call(
+    kernels: CpuKernels, logits: torch.Tensor, state: SamplingState, rows: np.ndarray, num_tokens: np.ndarray
+) -> SampleResult:
+    n, vocab = logits.shape
+    logits = logits.contiguous()
+    rows, num_tokens = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(num_tokens, np.int64)
+    token_ids, broken = np.empty(n, np.int64), np.empty(n, np.bool_)
+    wanted = state.logprobs[rows]
+    columns = 1 + min(int(wanted.max(initial=NO_LOGPROBS)), vocab)
+    found = TokenLogprobs(np.empty((n, columns), np.int32), np.empty((n, columns), np.float32), np.empty(n, np.int32))
+    kernels.sample(
+        SamplingBatch(
+            rows=n,
+            vocab=vocab,
+            logits=logits.data_ptr(),
+            params=state.table.ctypes.data,
+            places=rows.ctypes.data,
+            num_tokens=num_tokens.ctypes.data,
+            token_ids=token_ids.ctypes.data,
+            broken=broken.ctypes.data,
+            columns=columns,
+            logprob_ids=found.token_ids.ctypes.data,
+            logprobs=found.logprobs.ctypes.data,
+            ranks=found.ranks.ctypes.data,
+        )
+    )
+    logprobs = [
+        None if alternatives == NO_LOGPROBS else _one_row(found, i, alternatives)
+        for i, alternatives in enumerate(wanted.tolist())
+    ]
+    return SampleResult(token_ids, logprobs, tuple(np.flatnonzero(broken).tolist()))
 
 
 def _argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -163,8 +203,12 @@ def _logprobs(logits: torch.Tensor, token_ids: np.ndarray, wanted: np.ndarray) -
         chosen = logits if asking.size == len(token_ids) else logits[torch.from_numpy(asking).to(logits.device)]
         found = token_logprobs(chosen, token_ids[asking], int(wanted.max()))
         for i, index in enumerate(asking.tolist()):
-            columns = 1 + int(wanted[index])
-            result[index] = TokenLogprobs(
-                found.token_ids[i : i + 1, :columns], found.logprobs[i : i + 1, :columns], found.ranks[i : i + 1]
-            )
+            result[index] = _one_row(found, i, int(wanted[index]))
     return result
+
+
+def _one_row(found: TokenLogprobs, i: int, alternatives: int) -> TokenLogprobs:
+    columns = 1 + alternatives
+    return TokenLogprobs(
+        found.token_ids[i : i + 1, :columns], found.logprobs[i : i + 1, :columns], found.ranks[i : i + 1]
+    )

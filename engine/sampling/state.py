@@ -9,6 +9,8 @@ import numpy as np
 
 from engine.request import EngineRequest
 from engine.sampling.penalties import Penalties
+from kernels.cpu.library import CpuKernels
+from kernels.cpu.sampling_library import SamplingRow
 
 _SEED_MASK = 2**64 - 1
 NO_LOGPROBS = -1
@@ -37,25 +39,31 @@ class SamplingState:
     on; only rows with penalties hold arrays of the vocabulary's size.
 
     Attributes:
+        kernels: what samples from logits on a CPU in place of numpy; None is numpy.
+        table: SamplingRow [rows], all that follows up to min_length, as the kernels read it.
         temperature: float32 [rows]; 0 takes the best token.
         top_k: int64 [rows], vocab_size where it is off. top_p, min_p: float64 [rows].
         seed: uint64 [rows].
         logprobs: int64 [rows], alternatives to report; NO_LOGPROBS is nothing at all.
-        always_adjusted: bool [rows], whether a bias or a penalty changes the logits at every step.
         min_length: int64 [rows]; a sequence with fewer tokens, prompt included, cannot stop.
+        always_adjusted: bool [rows], whether a bias or a penalty changes the logits at every step.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, kernels: CpuKernels | None = None) -> None:
         self.vocab_size = vocab_size
-        self.temperature = np.zeros(max_num_seqs, np.float32)
-        self.top_k = np.full(max_num_seqs, vocab_size, np.int64)
-        self.top_p = np.ones(max_num_seqs, np.float64)
-        self.min_p = np.zeros(max_num_seqs, np.float64)
-        self.seed = np.zeros(max_num_seqs, np.uint64)
-        self.logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
+        self.kernels = kernels
+        self.table = np.zeros(max_num_seqs, np.dtype(SamplingRow))
+        self.temperature = self.table["temperature"]
+        self.top_k = self.table["top_k"]
+        self.top_p = self.table["top_p"]
+        self.min_p = self.table["min_p"]
+        self.seed = self.table["seed"]
+        self.logprobs = self.table["logprobs"]
+        self.min_length = self.table["min_length"]
         self.always_adjusted = np.zeros(max_num_seqs, np.bool_)
-        self.min_length = np.zeros(max_num_seqs, np.int64)
         self._adjustments: dict[int, _Adjustments] = {}
+        for row in range(max_num_seqs):
+            self.remove(row)
 
     def add(self, row: int, spec: EngineRequest, token_ids: Sequence[int]) -> None:
         """Gives a row to a request, whatever the row held before.
@@ -86,17 +94,16 @@ class SamplingState:
                 bias_values=np.fromiter(bias.values(), np.float32, len(bias)),
                 penalties=penalties,
             )
+            self._point_at(row, self._adjustments[row])
 
     def remove(self, row: int) -> None:
         """Frees a row and all that it held."""
-        self.temperature[row] = 0
+        self.table[row] = np.zeros((), self.table.dtype)
+        self.table["repetition"][row] = 1
         self.top_k[row] = self.vocab_size
         self.top_p[row] = 1
-        self.min_p[row] = 0
-        self.seed[row] = 0
         self.logprobs[row] = NO_LOGPROBS
         self.always_adjusted[row] = False
-        self.min_length[row] = 0
         self._adjustments.pop(row, None)
 
     def record(self, row: int, token_ids: Sequence[int]) -> None:
@@ -104,6 +111,7 @@ class SamplingState:
         adjustments = self._adjustments.get(row)
         if adjustments is not None and adjustments.penalties is not None:
             adjustments.penalties.record(token_ids)
+            self._point_at_seen(row, adjustments.penalties)
 
     def adjusted(self, row: int, num_tokens: int, logits: np.ndarray) -> np.ndarray:
         """A copy of a row's logits, float32 [vocab], after min_tokens, logit_bias and penalties, in that order."""
@@ -115,3 +123,19 @@ class SamplingState:
         if adjustments.penalties is not None:
             adjustments.penalties.apply(logits)
         return logits
+
+    def _point_at(self, row: int, adjustments: _Adjustments) -> None:
+        entry = self.table[row]
+        entry["stop_ids"], entry["stops"] = adjustments.stop_ids.ctypes.data, adjustments.stop_ids.size
+        entry["bias_ids"], entry["biases"] = adjustments.bias_ids.ctypes.data, adjustments.bias_ids.size
+        entry["bias_values"] = adjustments.bias_values.ctypes.data
+        if adjustments.penalties is not None:
+            entry["repetition"] = adjustments.penalties.repetition
+            self._point_at_seen(row, adjustments.penalties)
+
+    def _point_at_seen(self, row: int, penalties: Penalties) -> None:
+        entry = self.table[row]
+        entry["seen"] = penalties.seen
+        entry["seen_ids"] = penalties.ids.ctypes.data
+        entry["frequency_losses"] = penalties.frequency_losses.ctypes.data
+        entry["presence_losses"] = penalties.presence_losses.ctypes.data

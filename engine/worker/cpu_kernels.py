@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from engine.config import CpuKernels as Choice
-from engine.config import ModelConfig
+from engine.config import ModelConfig, Quantization
+from engine.layers.weight import Packing
 from engine.sampling_params import InvalidParameter
 from kernels.cpu.build import BuildError, build, supported_levels
 from kernels.cpu.library import BLOCK_SIZE, LANES, MAX_HEAD_DIM, CpuKernels
@@ -14,13 +16,28 @@ from kernels.cpu.library import BLOCK_SIZE, LANES, MAX_HEAD_DIM, CpuKernels
 logger = logging.getLogger(__name__)
 
 
+PACKINGS: Mapping[Quantization | None, Packing] = {
+    None: "panels",
+    "int8": "panels_int8",
+    "int8_w8a8": "panels_int8_w8a8",
+}
+"""How the C++ kernels want a model's weights."""
+
+
 def load_cpu_kernels(
-    choice: Choice, model_config: ModelConfig, *, block_size: int, num_threads: int, cache_folder: Path
+    choice: Choice,
+    model_config: ModelConfig,
+    *,
+    block_size: int,
+    num_threads: int,
+    cache_folder: Path,
+    quantization: Quantization | None = None,
 ) -> CpuKernels | None:
     """The C++ kernels, built at their first use; None is torch's.
 
     Raises:
-        InvalidParameter: an instruction set was asked for that the processor lacks or that cannot be had here.
+        InvalidParameter: an instruction set was asked for that the processor lacks or that cannot be had here; weights
+            are to be quantised, which torch's kernels do not do.
     """
     if choice == "torch":
         return None
@@ -34,6 +51,9 @@ def load_cpu_kernels(
     except BuildError as error:
         if choice != "auto":
             raise InvalidParameter.of("cpu_kernels", choice, str(error)) from error
+        if quantization is not None:
+            rule = f"needs the C++ kernels, which cannot be had: {error}"
+            raise InvalidParameter.of("quantization", quantization, rule) from error
         logger.warning("cpu_kernels=torch, which is slower, since %s", error)
         return None
     logger.info("cpu_kernels=%s threads=%d", library.stem, num_threads)

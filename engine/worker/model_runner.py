@@ -15,6 +15,7 @@ from engine.sampling.sampler import sample
 from engine.sampling.state import SamplingState
 from engine.worker.input_batch import InputBatch
 from engine.worker.model_input import InputBuffers, ModelInput
+from kernels.cpu.library import CpuKernels
 
 PROMPT_LOGPROB_ROWS = 256
 """Positions whose logits are held at once for prompt_logprobs: bounds the memory that they take."""
@@ -41,12 +42,13 @@ class ModelRunner:
         max_num_batched_tokens: int,
         block_size: int,
         device: torch.device,
+        kernels: CpuKernels | None = None,
     ) -> None:
         self._model: CausalLM
         self._attention = attention
         self._batch = InputBatch(max_num_seqs, max_model_len, block_size)
         self._buffers = InputBuffers(max_num_batched_tokens, max_num_seqs, block_size)
-        self._sampling = SamplingState(max_num_seqs, vocab_size)
+        self._sampling = SamplingState(max_num_seqs, vocab_size, kernels)
         self._device = device
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row: alternatives, tokens reported before
         self._kv_caches: list[KVCache] = []

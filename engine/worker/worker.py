@@ -13,7 +13,7 @@ from engine.config import GIB, EngineConfig, ModelConfig, available_threads, cac
 from engine.models import KVCache, load_model
 from engine.outputs import SampledStep, SchedulerOutput
 from engine.sampling_params import InvalidParameter
-from engine.worker.cpu_kernels import load_cpu_kernels
+from engine.worker.cpu_kernels import PACKINGS, load_cpu_kernels
 from engine.worker.model_runner import PROMPT_LOGPROB_ROWS, CausalLM, ModelRunner
 from engine.worker.step_plan import StepPlan
 
@@ -33,6 +33,9 @@ class Worker:
         self._config = config
         self._model_config = model_config
         self.device = _select_device(config.device)
+        if config.quantization is not None and self.device.type != "cpu":
+            rule = f"needs the C++ kernels of a CPU; the device is {self.device}"
+            raise InvalidParameter.of("quantization", config.quantization, rule)
         num_threads = config.num_threads or available_threads()
         torch.set_num_threads(num_threads)
         self._kernels = (
@@ -42,6 +45,7 @@ class Worker:
                 block_size=config.block_size,
                 num_threads=num_threads,
                 cache_folder=cache_folder() / "kernels",
+                quantization=config.quantization,
             )
             if self.device.type == "cpu"
             else None
@@ -54,7 +58,7 @@ class Worker:
                 device=self.device,
                 attention=self._attention,
                 seed=config.seed,
-                packing="panels" if self._kernels else None,
+                packing=PACKINGS[config.quantization] if self._kernels else None,
             )
         self._runner = ModelRunner(
             self._attention,
@@ -64,6 +68,7 @@ class Worker:
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
             device=self.device,
+            kernels=self._kernels,
         )
 
     def kv_blocks_that_fit(self) -> int:

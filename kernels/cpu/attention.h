@@ -45,6 +45,16 @@ struct AttentionScratch {
     alignas(64) T tail[BLOCK * MAX_HEAD_DIM];  // values of a block that is not full yet, zeros behind them
 };
 
+// Blocks lie anywhere in the cache: without this each would be waited for.
+template <class T>
+inline void fetch(const Tile<T>& tile, const T* cache, int64_t start) {
+    const int64_t last = std::min<int64_t>(tile.context, start + CHUNK);
+    for (int64_t key = start; key < last; key += BLOCK) {
+        const T* panel = cache + tile.panel(key / BLOCK);
+        for (int64_t at = 0; at < BLOCK * tile.head_dim; at += 64 / int64_t(sizeof(T))) __builtin_prefetch(panel + at);
+    }
+}
+
 template <int ROWS, class T>
 inline void scores_of_block(const T* query, int64_t dim, const T* panel, float (*scores)[CHUNK], int column) {
     vfloat acc[ROWS][1] = {};
@@ -153,6 +163,7 @@ void attend(const Tile<T>& tile, AttentionScratch<T>& scratch) {
                 }
             value_panels[blocks - 1] = scratch.tail;
         }
+        fetch(tile, tile.keys, start + CHUNK);
         if constexpr (ROWS * CHUNK_BLOCKS <= 2 * MAX_ROWS) {
             if (blocks == CHUNK_BLOCKS)
                 scores_of_chunk<ROWS>(scratch.query, dim, key_panels, scratch.scores);
@@ -164,6 +175,7 @@ void attend(const Tile<T>& tile, AttentionScratch<T>& scratch) {
                 scores_of_block<ROWS>(scratch.query, dim, key_panels[block], scratch.scores, block * BLOCK);
         }
         for (int row = 0; row < ROWS; row++) softmax_round(tile, scratch, start, keys, row, peak[row], total[row]);
+        fetch(tile, tile.values, start + CHUNK);
         int64_t column = 0;
         if constexpr (ROWS * 4 <= 2 * MAX_ROWS)
             for (; column + 4 * LANES <= dim; column += 4 * LANES)

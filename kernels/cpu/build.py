@@ -19,6 +19,7 @@ LEVELS: Mapping[str, tuple[str, ...]] = {
         "-mavx512vl",
         "-mavx512dq",
         "-mavx512bf16",
+        "-mavx512vnni",
         "-mfma",
         "-mprefer-vector-width=512",
     ),
@@ -59,7 +60,7 @@ def build(level: str, cache_folder: Path) -> Path:
         raise BuildError(f"no C++ compiler was found (looked for {', '.join(COMPILERS)})")
     command = [compiler, *FLAGS, *LEVELS[level]]
     digest = hashlib.sha256("\0".join([*command, _version(compiler)]).encode())
-    for path in sorted(SOURCES.glob("*.h")) + sorted(SOURCES.glob("*.cpp")):
+    for path in sorted(SOURCES.glob("*.h")) + _units():
         digest.update(path.read_bytes())
     library = cache_folder / f"manta_cpu_{level}_{digest.hexdigest()[:16]}.so"
     if not library.exists():
@@ -73,15 +74,17 @@ def _compile(command: list[str], library: Path) -> None:
     handle, name = tempfile.mkstemp(prefix=library.stem, suffix=".tmp", dir=library.parent)
     os.close(handle)
     try:
-        done = subprocess.run(
-            [*command, str(SOURCES / "step.cpp"), "-o", name], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([*command, *map(str, _units()), "-o", name], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BuildError(f"{command[0]} failed:\n{done.stderr.strip()[-2000:]}")
         os.chmod(name, 0o755)
         os.replace(name, library)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _units() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))
 
 
 def _version(compiler: str) -> str:

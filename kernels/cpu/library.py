@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.cpu.sampling_library import SamplingBatch, SamplingRow
+
 PANEL = 32
 """Columns of a panel of packed weights."""
 
@@ -22,6 +24,15 @@ BLOCK_SIZE = 16
 
 MAX_HEAD_DIM = 256
 
+GROUP = 64
+"""Inputs of a quantised product that share a scale."""
+
+QUAD = 4
+"""int8 values in a 32-bit lane."""
+
+PACK_PANELS = 64
+"""Panels that are quantised at once."""
+
 
 class Kind(IntEnum):
     """What an operation does; the numbers are those of step.cpp."""
@@ -31,6 +42,8 @@ class Kind(IntEnum):
     LINEAR = 2
     ROTATE_AND_STORE = 3
     ATTEND = 4
+    EMBED_FROM_PANELS = 5
+    QUANTIZE = 6
 
 
 class Epilogue(IntEnum):
@@ -40,6 +53,14 @@ class Epilogue(IntEnum):
     ADD_TO_RESIDUAL = 1
     SILU_AND_MULTIPLY = 2
     STORE_FLOAT = 3
+
+
+class Format(IntEnum):
+    """What LINEAR multiplies: panels of the activations' type, int8 panels, or those with int8 activations."""
+
+    PANELS = 0
+    INT8 = 1
+    INT8_ACTIVATIONS = 2
 
 
 class Operation(ctypes.Structure):
@@ -64,6 +85,7 @@ class Operation(ctypes.Structure):
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
         ("window", ctypes.c_int64),
+        ("format", ctypes.c_int64),
     )
 
 
@@ -95,6 +117,10 @@ class CpuKernels:
         self._library.manta_batch_bytes.restype = ctypes.c_int64
         assert self._library.manta_operation_bytes() == ctypes.sizeof(Operation)
         assert self._library.manta_batch_bytes() == ctypes.sizeof(Batch)
+        self._library.manta_sampling_row_bytes.restype = ctypes.c_int64
+        self._library.manta_sampling_batch_bytes.restype = ctypes.c_int64
+        assert self._library.manta_sampling_row_bytes() == ctypes.sizeof(SamplingRow)
+        assert self._library.manta_sampling_batch_bytes() == ctypes.sizeof(SamplingBatch)
         self._run = {
             torch.float32: self._library.manta_run_float32,
             torch.bfloat16: self._library.manta_run_bfloat16,
@@ -106,6 +132,10 @@ class CpuKernels:
     def run(self, dtype: torch.dtype, operations: ctypes.Array[Operation], batch: Batch) -> None:
         """Runs a plan, float32 or bfloat16."""
         self._run[dtype](self._pool, operations, ctypes.c_int64(len(operations)), ctypes.byref(batch))
+
+    def sample(self, batch: SamplingBatch) -> None:
+        """Draws the next token of each row, and finds the log-probabilities that it asks for."""
+        self._library.manta_sample(self._pool, ctypes.byref(batch))
 
 
 def array_of(operations: Sequence[Operation]) -> ctypes.Array[Operation]:
@@ -130,6 +160,42 @@ def pack_panels(weight: Tensor) -> Tensor:
         view[whole, :rest].copy_(weight[whole * PANEL :].view(rest, columns // step, step))
         view[whole, rest:] = 0
     return packed
+
+
+def pack_int8(weight: Tensor, step: int) -> Tensor:
+    """[out_features, in_features] in int8 as LINEAR reads it, both sizes padded with zeros.
+
+    Each output has a scale for every GROUP inputs, which brings the greatest of them to 127 or -127.
+
+    Args:
+        step: inputs that lie side by side: 1 for float32 activations, 2 for bfloat16, QUAD for int8.
+
+    Returns:
+        int8 [panels, groups, 4 * 32 + GROUP * 32]: float32 scales of the columns, then values [GROUP / step, 32, step].
+    """
+    rows, columns = weight.shape
+    panels, groups = -(-rows // PANEL), -(-columns // GROUP)
+    packed = torch.empty(panels, groups, PANEL * (4 + GROUP), dtype=torch.int8)
+    # Some panels at a time: in float32 the whole weight would be larger than what it is packed into.
+    for first in range(0, panels, PACK_PANELS):
+        part = weight[first * PANEL : (first + PACK_PANELS) * PANEL]
+        count = -(-len(part) // PANEL)
+        padded = part.new_zeros(count * PANEL, groups * GROUP, dtype=torch.float32)
+        padded[: len(part), :columns] = part
+        grouped = padded.view(count, PANEL, groups, GROUP)
+        scales = grouped.abs().amax(-1, keepdim=True) / 127
+        values = (grouped / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+        target = packed[first : first + count]
+        target[..., : 4 * PANEL] = scales.squeeze(-1).transpose(1, 2).contiguous().view(torch.int8)
+        target[..., 4 * PANEL :].view(count, groups, GROUP // step, PANEL, step).copy_(
+            values.view(count, PANEL, groups, GROUP // step, step).permute(0, 2, 3, 1, 4)
+        )
+    return packed
+
+
+def quantized_bytes(in_features: int) -> int:
+    """Bytes of a row that QUANTIZE gives: for each group its values, a scale and their sum."""
+    return -(-in_features // GROUP) * (GROUP + 8)
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-// Threads that run a step together, and what they wait on.
+// Threads that work together, and how they share their work.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
-#include <functional>
+#include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -18,86 +19,86 @@ inline void relax() {
 #endif
 }
 
-// Waits for a condition that another thread is about to make true; gives its core away when that takes long, which
-// happens where other programs use the cores as well.
-template <class Condition>
-inline void spin_until(Condition condition) {
-    for (int spins = 0; !condition(); spins++) {
-        if (spins < 4096)
-            relax();
-        else
-            std::this_thread::yield();
-    }
-}
+// Some tenths of a millisecond: far longer than a piece of work takes.
+constexpr int SPINS = 20000;
 
-// All threads meet here, again and again.
-class Barrier {
+// Pieces of work that any thread takes. Nobody waits for a thread that the machine does not run at the moment, unless
+// it has a piece: where other programs use the cores as well, those threads that do run go on alone.
+class Pieces {
    public:
-    explicit Barrier(int threads) : threads_(threads) {}
-
-    void wait() {
-        int generation = generation_.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
-            arrived_.store(0, std::memory_order_relaxed);
-            generation_.store(generation + 1, std::memory_order_release);
-        } else {
-            spin_until([&] { return generation_.load(std::memory_order_acquire) != generation; });
+    // Calls piece(i) once for each i below count, on whichever thread comes here, and returns when all have returned.
+    template <class Piece>
+    void run(int64_t count, Piece piece) {
+        for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) {
+            piece(i);
+            done_.fetch_add(1, std::memory_order_acq_rel);
+        }
+        for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) {
+            if (spins < SPINS)
+                relax();
+            else
+                std::this_thread::yield();
         }
     }
 
    private:
-    const int threads_;
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<int> generation_{0};
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
 };
 
-// The calling thread and threads - 1 others. The others sleep between runs, after a short time of looking out for the
+// What threads do together. It owns all that it reads outside of its pieces: a thread may come when all is done.
+class Job {
+   public:
+    virtual ~Job() = default;
+    // Called on each thread that is awake; returns when the whole job is done.
+    virtual void work() = 0;
+};
+
+// The calling thread and threads - 1 others. The others sleep between jobs, after a short time of looking out for the
 // next one.
 class Pool {
    public:
-    explicit Pool(int threads) : barrier(threads), threads_(threads) {
-        for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
+    explicit Pool(int threads) : threads_(threads) {
+        for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
     }
 
     ~Pool() {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             ending_ = true;
-            runs_.fetch_add(1, std::memory_order_release);
+            jobs_.fetch_add(1, std::memory_order_release);
         }
         wake_.notify_all();
         for (auto& worker : workers_) worker.join();
     }
 
-    // Calls job(thread) once on each thread and returns when all have returned.
-    void run(const std::function<void(int)>& job) {
-        job_ = &job;
+    // Does a job, with the help of whoever is awake.
+    void run(const std::shared_ptr<Job>& job) {
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            runs_.fetch_add(1, std::memory_order_release);
+            job_ = job;
+            jobs_.fetch_add(1, std::memory_order_release);
         }
         wake_.notify_all();
-        job(0);
-        barrier.wait();
+        job->work();
     }
 
     int threads() const { return threads_; }
 
-    Barrier barrier;
-
    private:
-    void work(int thread) {
-        int seen = 0;
+    void work() {
+        int64_t seen = 0;
         while (true) {
-            for (int spins = 0; spins < 20000 && runs_.load(std::memory_order_acquire) == seen; spins++) relax();
-            if (runs_.load(std::memory_order_acquire) == seen) {
+            for (int spins = 0; spins < SPINS && jobs_.load(std::memory_order_acquire) == seen; spins++) relax();
+            std::shared_ptr<Job> job;
+            {
                 std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [&] { return runs_.load(std::memory_order_acquire) != seen; });
+                wake_.wait(lock, [&] { return jobs_.load(std::memory_order_acquire) != seen; });
+                seen = jobs_.load(std::memory_order_acquire);
+                if (ending_) return;
+                job = job_;
             }
-            seen++;
-            if (ending_) return;
-            (*job_)(thread);
-            barrier.wait();
+            job->work();
         }
     }
 
@@ -105,8 +106,8 @@ class Pool {
     std::vector<std::thread> workers_;
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::atomic<int> runs_{0};
-    const std::function<void(int)>* job_ = nullptr;
+    std::atomic<int64_t> jobs_{0};
+    std::shared_ptr<Job> job_;
     bool ending_ = false;
 };
 

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512BF16__
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -47,6 +47,8 @@ inline void assign(bf16& to, float x) {
     to.bits = (bits & 0x7fffffffu) > 0x7f800000u ? uint16_t(bits >> 16 | 0x40) : uint16_t((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
+inline vfloat to_float(vint x) { return __builtin_convertvector(x, vfloat); }
+
 inline vfloat splat(float x) { return vfloat{} + x; }
 
 inline vfloat load(const float* from) {
@@ -62,6 +64,19 @@ inline vfloat load(const bf16* from) {
     return (vfloat)wide;
 }
 
+inline vint load(const int8_t* from) {
+#ifdef __AVX512F__
+    return (vint)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+    // In two steps: for one from 8 to 32 bits the compiler takes the values apart.
+    typedef int8_t bytes __attribute__((vector_size(16)));
+    typedef int16_t words __attribute__((vector_size(32)));
+    bytes values;
+    memcpy(&values, from, sizeof values);
+    return __builtin_convertvector(__builtin_convertvector(values, words), vint);
+#endif
+}
+
 inline void store(float* to, vfloat x) { memcpy(to, &x, sizeof x); }
 inline void store(bf16* to, vfloat x) {
 #ifdef __AVX512BF16__
@@ -75,6 +90,14 @@ inline void store(bf16* to, vfloat x) {
     rounded = ((bits & 0x7fffffffu) > 0x7f800000u) ? nan : rounded;
     half narrow = __builtin_convertvector(rounded, half);
     memcpy(to, &narrow, sizeof narrow);
+#endif
+}
+
+inline void store(int8_t* to, vint x) {
+#ifdef __AVX512F__
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    for (int i = 0; i < LANES; i++) to[i] = int8_t(x[i]);
 #endif
 }
 
@@ -119,7 +142,10 @@ inline vfloat vexp(vfloat x) {
 
 // ---- panels: the right-hand side of a product ----
 //
-// float32: [k][columns]; bfloat16: [k / 2][columns][2], so that one 32-bit lane holds two steps of k.
+// float32: [k][columns]; bfloat16: [k / 2][columns][2], so that one 32-bit lane holds two steps of k. Panels of int8
+// have the same orders, and are widened on their way.
+
+constexpr int PANEL = 32;  // columns of a packed weight's panel
 
 template <class T>
 constexpr int STEP = 1;  // values of k that one step takes
@@ -128,18 +154,41 @@ constexpr int STEP<bf16> = 2;
 
 constexpr int64_t AHEAD_BYTES = 4096;
 
+// One step of 16 columns in float32.
+inline vfloat floats(const float* b) { return load(b); }
+inline vfloat floats(const int8_t* b) { return to_float(load(b)); }
+
+// One step of 16 columns in pairs of bfloat16, which has all of int8.
+inline vint pairs(const bf16* b) {
+    vint result;
+    memcpy(&result, b, sizeof result);
+    return result;
+}
+inline vint pairs(const int8_t* b) {
+#ifdef __AVX512BF16__
+    return (vint)_mm512_cvtne2ps_pbh((__m512)floats(b + LANES), (__m512)floats(b));
+#else
+    typedef int16_t words __attribute__((vector_size(32)));
+    words two;
+    memcpy(&two, b, sizeof two);
+    vint wide = __builtin_convertvector(two, vint);
+    vuint first = (vuint)to_float(wide << 24 >> 24), second = (vuint)to_float(wide >> 8);
+    return (vint)(first >> 16 | second);
+#endif
+}
+
 // acc[row][v] += sum over steps of a[row][step] * b[step][16 v ... 16 v + 15].
 //
 // AHEAD fetches b into the cache AHEAD_BYTES before it is used: one panel of a weight lies behind the other.
 // a: rows of lda elements. b: each step is ldb elements on. The order of the sum is that of the steps, whatever ROWS
 // is: a row's result does not depend on which rows are computed with it.
-template <int ROWS, int VECTORS, bool AHEAD = false>
-inline void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t steps, vfloat (&acc)[ROWS][VECTORS]) {
+template <int ROWS, int VECTORS, bool AHEAD = false, class B>
+inline void multiply(const float* a, int64_t lda, const B* b, int64_t ldb, int64_t steps, vfloat (&acc)[ROWS][VECTORS]) {
     for (int64_t s = 0; s < steps; s++, b += ldb) {
         vfloat right[VECTORS];
-        for (int v = 0; v < VECTORS; v++) right[v] = load(b + v * LANES);
+        for (int v = 0; v < VECTORS; v++) right[v] = floats(b + v * LANES);
         if (AHEAD)
-            for (int v = 0; v < VECTORS; v++) __builtin_prefetch(b + AHEAD_BYTES / sizeof(float) + v * LANES);
+            for (int v = 0; v < VECTORS; v++) __builtin_prefetch(b + AHEAD_BYTES / sizeof(B) + v * LANES);
         for (int row = 0; row < ROWS; row++) {
             vfloat left = splat(a[row * lda + s]);
             for (int v = 0; v < VECTORS; v++) acc[row][v] += left * right[v];
@@ -147,13 +196,13 @@ inline void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, i
     }
 }
 
-template <int ROWS, int VECTORS, bool AHEAD = false>
-inline void multiply(const bf16* a, int64_t lda, const bf16* b, int64_t ldb, int64_t steps, vfloat (&acc)[ROWS][VECTORS]) {
+template <int ROWS, int VECTORS, bool AHEAD = false, class B>
+inline void multiply(const bf16* a, int64_t lda, const B* b, int64_t ldb, int64_t steps, vfloat (&acc)[ROWS][VECTORS]) {
     for (int64_t s = 0; s < steps; s++, b += ldb) {
         vint right[VECTORS];
-        for (int v = 0; v < VECTORS; v++) memcpy(&right[v], b + v * 2 * LANES, 64);
+        for (int v = 0; v < VECTORS; v++) right[v] = pairs(b + v * 2 * LANES);
         if (AHEAD)
-            for (int v = 0; v < VECTORS; v++) __builtin_prefetch(b + AHEAD_BYTES / sizeof(bf16) + v * 2 * LANES);
+            for (int v = 0; v < VECTORS; v++) __builtin_prefetch(b + AHEAD_BYTES / sizeof(B) + v * 2 * LANES);
         for (int row = 0; row < ROWS; row++) {
             int32_t pair;
             memcpy(&pair, a + row * lda + 2 * s, 4);

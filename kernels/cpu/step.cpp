@@ -1,22 +1,23 @@
 // Runs a step plan: a list of operations with their weights and buffers, over one flat batch, on all threads at once.
 //
-// A plan is made once for a model. Operations follow each other with a barrier between them; within one, threads take
-// pieces of work from a common queue. No result depends on the number of threads, nor on what else is in the batch.
+// A plan is made once for a model. Operations follow each other; within one, threads take pieces of work as they come.
+// No result depends on the number of threads, nor on what else is in the batch.
 #include <atomic>
 #include <cmath>
 #include <memory>
 
 #include "attention.h"
+#include "int8.h"
 #include "pool.h"
 #include "simd.h"
 
 namespace manta {
 
-constexpr int PANEL = 32;         // columns of a packed weight's panel
 constexpr int64_t ROW_TILE = 192;  // rows that a panel is applied to while it is in the cache
 
-enum Kind : int64_t { EMBED, RMS_NORM, LINEAR, ROTATE_AND_STORE, ATTEND };
+enum Kind : int64_t { EMBED, RMS_NORM, LINEAR, ROTATE_AND_STORE, ATTEND, EMBED_FROM_PANELS, QUANTIZE };
 enum Epilogue : int64_t { STORE, ADD_TO_RESIDUAL, SILU_AND_MULTIPLY, STORE_FLOAT };
+enum Format : int64_t { PANELS, INT8, INT8_ACTIVATIONS };
 
 // One operation. Which fields it reads follows from its kind; the binding in kernels/cpu/library.py has the same order.
 struct Operation {
@@ -36,6 +37,7 @@ struct Operation {
     const float* key_norm;
     int64_t heads, kv_heads, head_dim;
     int64_t window;
+    int64_t format;  // LINEAR: of the weight; with INT8_ACTIVATIONS the input is what QUANTIZE gave
 };
 
 // What changes from step to step.
@@ -53,67 +55,68 @@ struct Batch {
     const float* sines;
 };
 
-class Queue {
-   public:
-    void reset() { next_.store(0, std::memory_order_relaxed); }
-    int64_t take(int64_t count = 1) { return next_.fetch_add(count, std::memory_order_relaxed); }
-
-   private:
-    alignas(64) std::atomic<int64_t> next_{0};
-};
-
 template <class T>
-class Step {
+class Step : public Job {
    public:
-    Step(Pool& pool, const Operation* operations, int64_t count, const Batch& batch)
-        : pool_(pool), operations_(operations), count_(count), batch_(batch) {
+    Step(int threads, const Operation* operations, int64_t count, const Batch& batch)
+        : threads_(threads), operations_(operations, operations + count), batch_(batch), pieces_(count) {
         for (int64_t i = 0; i < count && tile_start_.empty(); i++)
             if (operations[i].kind == ATTEND) cut_into_tiles(operations[i].heads / operations[i].kv_heads);
     }
 
-    void run() {
-        pool_.run([this](int thread) { work(thread); });
-    }
-
-   private:
-    void work(int thread) {
+    void work() override {
         thread_local auto scratch = std::make_unique<AttentionScratch<T>>();
-        for (int64_t i = 0; i < count_; i++) {
+        for (size_t i = 0; i < operations_.size(); i++) {
             const Operation& op = operations_[i];
-            Queue& queue = queues_[i % 2];
+            Pieces& pieces = pieces_[i];
             switch (op.kind) {
-                case EMBED: embed(op, queue); break;
-                case RMS_NORM: rms_norm(op, queue); break;
-                case LINEAR: linear(op, queue); break;
-                case ROTATE_AND_STORE: rotate_and_store(op, queue); break;
-                case ATTEND: attention(op, queue, *scratch); break;
+                case EMBED: embed(op, pieces); break;
+                case RMS_NORM: rms_norm(op, pieces); break;
+                case LINEAR: linear(op, pieces); break;
+                case ROTATE_AND_STORE: rotate_and_store(op, pieces); break;
+                case ATTEND: attention(op, pieces, *scratch); break;
+                case EMBED_FROM_PANELS: embed_from_panels(op, pieces); break;
+                case QUANTIZE: quantize_rows(op, pieces); break;
             }
-            // The queue of the operation before is read by nobody now, and by all after the barrier.
-            if (thread == 0) queues_[(i + 1) % 2].reset();
-            pool_.barrier.wait();
         }
     }
 
+   private:
     template <class Row>
-    void each_row(Queue& queue, Row row) {
-        const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(16, batch_.tokens / (2 * pool_.threads())));
-        for (int64_t first; (first = queue.take(grain)) < batch_.tokens;)
-            for (int64_t token = first; token < std::min(first + grain, batch_.tokens); token++) row(token);
+    void each_row(Pieces& pieces, Row row) {
+        const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(16, batch_.tokens / (2 * threads_)));
+        pieces.run((batch_.tokens + grain - 1) / grain, [&](int64_t piece) {
+            const int64_t last = std::min((piece + 1) * grain, batch_.tokens);
+            for (int64_t token = piece * grain; token < last; token++) row(token);
+        });
     }
 
-    void embed(const Operation& op, Queue& queue) {
+    void embed(const Operation& op, Pieces& pieces) {
         const T* table = static_cast<const T*>(op.weight);
         float* residual = static_cast<float*>(op.output);
-        each_row(queue, [&](int64_t token) {
+        each_row(pieces, [&](int64_t token) {
             const T* from = table + batch_.token_ids[token] * op.out_features;
             float* to = residual + token * op.out_features;
             for (int64_t i = 0; i < op.out_features; i++) to[i] = to_float(from[i]);
         });
     }
 
-    void rms_norm(const Operation& op, Queue& queue) {
+    // Rows of a table that is packed as a product's weight: tied embeddings are held once.
+    void embed_from_panels(const Operation& op, Pieces& pieces) {
+        const int64_t size = op.out_features, steps = (size + STEP<T> - 1) / STEP<T>;
+        float* residual = static_cast<float*>(op.output);
+        each_row(pieces, [&](int64_t token) {
+            const int64_t row = batch_.token_ids[token];
+            const T* from =
+                static_cast<const T*>(op.weight) + row / PANEL * steps * PANEL * STEP<T> + row % PANEL * STEP<T>;
+            float* to = residual + token * size;
+            for (int64_t i = 0; i < size; i++) to[i] = to_float(from[i / STEP<T> * PANEL * STEP<T> + i % STEP<T>]);
+        });
+    }
+
+    void rms_norm(const Operation& op, Pieces& pieces) {
         const float* weight = static_cast<const float*>(op.weight);
-        each_row(queue, [&](int64_t token) {
+        each_row(pieces, [&](int64_t token) {
             normalize(static_cast<const float*>(op.input) + token * op.in_features,
                       static_cast<T*>(op.output) + token * op.in_features, weight, op.in_features, op.eps);
         });
@@ -134,22 +137,54 @@ class Step {
         for (; i < size; i++) assign(to[i], to_float(from[i]) * factor * weight[i]);
     }
 
-    void linear(const Operation& op, Queue& queue) {
+    void linear(const Operation& op, Pieces& pieces) {
         const int64_t columns = op.epilogue == SILU_AND_MULTIPLY ? 2 * op.out_features : op.out_features;
         const int64_t panels = op.epilogue == SILU_AND_MULTIPLY ? (op.out_features + LANES - 1) / LANES
                                                                 : (columns + PANEL - 1) / PANEL;
         const int64_t row_tiles = (batch_.tokens + ROW_TILE - 1) / ROW_TILE;
         // A few panels at a time, which lie one behind the other in memory.
-        const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(8, panels / (4 * pool_.threads())));
+        const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(8, panels / (4 * threads_)));
         const int64_t groups = (panels + grain - 1) / grain;
-        for (int64_t item; (item = queue.take()) < row_tiles * groups;) {
+        pieces.run(row_tiles * groups, [&](int64_t item) {
             const int64_t first_row = item / groups * ROW_TILE;
             const int64_t last_row = std::min(first_row + ROW_TILE, batch_.tokens);
             const int64_t first = item % groups * grain;
             for (int64_t panel = first; panel < std::min(first + grain, panels); panel++)
+                apply(op, panel, first_row, last_row);
+        });
+    }
+
+    void apply(const Operation& op, int64_t panel, int64_t first_row, int64_t last_row) {
+        switch (op.format) {
+            case PANELS:
                 for (int64_t row = first_row; row < last_row; row += MAX_ROWS)
                     product<MAX_ROWS>(op, panel, row, int(std::min<int64_t>(MAX_ROWS, last_row - row)));
+                break;
+            case INT8:
+                apply_int8(op, panel, first_row, last_row, static_cast<const T*>(op.input), op.in_features);
+                break;
+            case INT8_ACTIVATIONS:
+                apply_int8(op, panel, first_row, last_row, static_cast<const Int8Activations*>(op.input),
+                           groups_of(op.in_features));
+                break;
         }
+    }
+
+    // a: rows of lda elements.
+    template <class A>
+    static void apply_int8(const Operation& op, int64_t panel, int64_t first_row, int64_t last_row, const A* a,
+                           int64_t lda) {
+        const Int8Weights* weights = static_cast<const Int8Weights*>(op.weight) + panel * groups_of(op.in_features);
+        const float* bias = op.bias ? op.bias + panel * PANEL : nullptr;
+        int8_product(a + first_row * lda, op.in_features, weights, bias, last_row - first_row,
+                     [&](int64_t row, const vfloat (&sums)[2]) { finish(op, panel, first_row + row, sums); });
+    }
+
+    void quantize_rows(const Operation& op, Pieces& pieces) {
+        each_row(pieces, [&](int64_t token) {
+            quantize_row(static_cast<const T*>(op.input) + token * op.in_features, op.in_features,
+                         static_cast<Int8Activations*>(op.output) + token * groups_of(op.in_features));
+        });
     }
 
     template <int ROWS>
@@ -201,11 +236,11 @@ class Step {
     }
 
     // Queries are turned where they stand; keys are turned on their way into their block.
-    void rotate_and_store(const Operation& op, Queue& queue) {
+    void rotate_and_store(const Operation& op, Pieces& pieces) {
         const int64_t dim = op.head_dim, width = (op.heads + 2 * op.kv_heads) * dim;
         T* keys = static_cast<T*>(op.key_cache);
         T* values = static_cast<T*>(op.value_cache);
-        each_row(queue, [&](int64_t token) {
+        each_row(pieces, [&](int64_t token) {
             T* query = static_cast<T*>(op.output) + token * width;
             T* key = query + op.heads * dim;
             const T* value = key + op.kv_heads * dim;
@@ -242,11 +277,11 @@ class Step {
     }
 
     // Tiles are rows of (token, head of the group), up to MAX_ROWS of them, that share a request and a KV head.
-    void attention(const Operation& op, Queue& queue, AttentionScratch<T>& scratch) {
+    void attention(const Operation& op, Pieces& pieces, AttentionScratch<T>& scratch) {
         const int64_t group = op.heads / op.kv_heads, width = (op.heads + 2 * op.kv_heads) * op.head_dim;
         const int64_t tile_count = tile_start_.back();
         const T* queries = static_cast<const T*>(op.input);
-        for (int64_t item; (item = queue.take()) < tile_count * op.kv_heads;) {
+        pieces.run(tile_count * op.kv_heads, [&](int64_t item) {
             // The last ones see most keys: they are begun first.
             const int64_t index = tile_count - 1 - item / op.kv_heads;
             const int64_t request =
@@ -271,7 +306,7 @@ class Step {
                 tile.position[row] = tile.context - tokens + token;
             }
             dispatch<MAX_ROWS>(tile, scratch);
-        }
+        });
     }
 
     template <int ROWS>
@@ -291,17 +326,24 @@ class Step {
         }
     }
 
-    Pool& pool_;
-    const Operation* operations_;
-    const int64_t count_;
-    const Batch& batch_;
+    const int threads_;
+    const std::vector<Operation> operations_;
+    const Batch batch_;
     std::vector<int64_t> tile_start_;
-    Queue queues_[2];
+    std::vector<Pieces> pieces_;  // one for each operation
 };
 
 }  // namespace manta
 
 #define MANTA_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+template <class T>
+void run(void* pool, const manta::Operation* operations, int64_t count, const manta::Batch* batch) {
+    auto& threads = *static_cast<manta::Pool*>(pool);
+    threads.run(std::make_shared<manta::Step<T>>(threads.threads(), operations, count, *batch));
+}
+}  // namespace
 
 MANTA_API void* manta_pool_create(int threads) { return new manta::Pool(threads); }
 MANTA_API void manta_pool_destroy(void* pool) { delete static_cast<manta::Pool*>(pool); }
@@ -311,8 +353,8 @@ MANTA_API int64_t manta_operation_bytes() { return sizeof(manta::Operation); }
 MANTA_API int64_t manta_batch_bytes() { return sizeof(manta::Batch); }
 
 MANTA_API void manta_run_float32(void* pool, const manta::Operation* operations, int64_t count, const manta::Batch* batch) {
-    manta::Step<float>(*static_cast<manta::Pool*>(pool), operations, count, *batch).run();
+    run<float>(pool, operations, count, batch);
 }
 MANTA_API void manta_run_bfloat16(void* pool, const manta::Operation* operations, int64_t count, const manta::Batch* batch) {
-    manta::Step<manta::bf16>(*static_cast<manta::Pool*>(pool), operations, count, *batch).run();
+    run<manta::bf16>(pool, operations, count, batch);
 }

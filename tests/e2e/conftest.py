@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent.parent
-START_SECONDS = 180
+START_SECONDS = 300
+STOP_SECONDS = 180
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def service(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("service")
     config = yaml.safe_load((ROOT / "serve_configs" / "demo.yaml").read_text())
@@ -67,7 +68,7 @@ def service(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         finally:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(60)
+                process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise

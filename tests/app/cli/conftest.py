@@ -30,7 +30,7 @@ def serve(app_over: AppOver) -> Iterator[Serve]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         started.append((server, thread))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 180
         while not server.started:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -64,7 +64,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(serve: Serve, tokenizer: Tokeni
 
     def read_until(text: bytes) -> None:
         nonlocal seen
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 180
         while text not in seen:
             assert time.monotonic() < deadline, seen
             if select.select([master], [], [], 0.1)[0]:
@@ -77,7 +77,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(serve: Serve, tokenizer: Tokeni
         read_until(b"Hello")
         process.send_signal(signal.SIGINT)
         read_until(b"> ")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while engine.closed == 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -14,6 +14,7 @@ from engine.attention.cpu_attention import CpuAttention
 from engine.attention.torch_attention import TorchAttention
 from engine.config import EngineConfig, ModelConfig
 from engine.hub import load_model_config
+from engine.layers.weight import Packing
 from engine.models import load_model
 from engine.protocols import AttentionMetadata
 from engine.worker.step_plan import StepPlan
@@ -65,8 +66,9 @@ class Runner:
         load_format: str = "auto",
         seed: int = 0,
         kernels: CpuKernels | None = None,
+        packing: Packing = "panels",
     ) -> None:
-        """With kernels the model's step plan runs on them, without on torch."""
+        """With kernels the model's step plan runs on them, its weights packed as said; without it runs on torch."""
         self._attention = CpuAttention(kernels) if kernels else TorchAttention()
         self.config = config
         self._blocks = -(-config.max_model_len // BLOCK_SIZE)
@@ -78,7 +80,7 @@ class Runner:
                 device="cpu",
                 attention=self._attention,
                 seed=seed,
-                packing="panels" if kernels else None,
+                packing=packing if kernels else None,
             )
             shape = self._attention.kv_cache_shape(
                 self._blocks * num_requests, BLOCK_SIZE, config.num_kv_heads, config.head_dim

@@ -50,6 +50,18 @@ def test_recorded_tokens_count_like_those_a_row_started_with():
     assert np.array_equal(preempted.adjusted(0, 15, logits), expected)
 
 
+def test_penalties_count_any_number_of_distinct_tokens():
+    rng, vocab = np.random.default_rng(1), 2000
+    prompt, output = rng.integers(0, vocab, 300).tolist(), rng.integers(0, vocab, 1500).tolist()
+    spec, logits = request(PENALTIES, prompt=prompt), rng.normal(0, 3, vocab).astype(np.float32)
+    state = SamplingState(1, vocab)
+    state.add(0, spec, prompt)
+    for token in output:
+        state.record(0, [token])
+    found = state.adjusted(0, 1800, logits)
+    np.testing.assert_allclose(found, processed(logits, spec, prompt + output), rtol=1e-5, atol=1e-5)
+
+
 def test_a_frequency_penalty_drives_repeated_tokens_out():
     logits = [0.0, 3.0, 2.5, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     state = fresh(request(SamplingParams(frequency_penalty=1.0, **GREEDY)))

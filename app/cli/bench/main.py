@@ -1,0 +1,26 @@
+"""`manta bench`: how fast an engine is here, and how near to what this machine can do."""
+
+from __future__ import annotations
+
+import typer
+
+from app.cli.bench.latency import latency
+from app.cli.bench.startup import startup
+from app.cli.bench.step import step
+from app.cli.bench.throughput import throughput
+
+bench = typer.Typer(no_args_is_help=True, help="Measure this machine's engine.")
+
+
+@bench.callback()
+def options() -> None:
+    """Measure this machine's engine.
+
+    Every command prints what the machine can do and how near the run comes to it. Options that a command does not
+    name are arguments of the engine, such as --max-num-seqs 64 or --no-enable-prefix-caching.
+    """
+
+
+ENGINE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+for command in (throughput, latency, startup, step):
+    bench.command(command.__name__, context_settings=ENGINE_ARGUMENTS)(command)

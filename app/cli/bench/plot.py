@@ -1,0 +1,74 @@
+"""Draws a benchmark's figures. Needs matplotlib, which is no dependency of Manta's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.sampling_params import InvalidParameter
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def check_available(path: Path) -> None:
+    """
+    Raises:
+        InvalidParameter: matplotlib is not there, or does not write such files.
+    """
+    if path.suffix not in FORMATS:
+        raise InvalidParameter.of("plot", str(path), f"must end in one of {', '.join(FORMATS)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise InvalidParameter("plot", "--plot needs matplotlib, which the extra `bench` brings") from None
+
+
+def plot_timeline(path: Path, title: str, seconds: Sequence[float], series: Mapping[str, Sequence[float]]) -> None:
+    """One line a series over the seconds of a run, each with an axis of its own below the other."""
+    figure, axes = _figure(len(series), title)
+    for axis, (name, values) in zip(axes, series.items(), strict=True):
+        axis.plot(seconds, values, linewidth=1)
+        axis.set_ylabel(name)
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel("seconds")
+    _save(figure, path)
+
+
+def plot_distributions(path: Path, title: str, series: Mapping[str, Sequence[float]]) -> None:
+    """One panel a series: which share of the values is below each."""
+    figure, axes = _figure(len(series), title)
+    for axis, (name, values) in zip(axes, series.items(), strict=True):
+        ordered = sorted(values)
+        axis.step([0, *ordered], [100 * rank / len(ordered) for rank in range(len(ordered) + 1)], where="post")
+        axis.set_xlabel(name)
+        axis.set_ylabel("% of requests")
+        axis.set_xlim(left=0)
+    _save(figure, path)
+
+
+def plot_parts(path: Path, title: str, unit: str, bars: Mapping[str, Mapping[str, float]]) -> None:
+    """One bar a name, made of its parts."""
+    figure, (axis,) = _figure(1, title)
+    parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
+    left = [0.0] * len(bars)
+    for part in parts:
+        widths = [bar.get(part, 0.0) for bar in bars.values()]
+        axis.barh(list(bars), widths, left=left, label=part)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axis.invert_yaxis()
+    axis.set_xlabel(unit)
+    axis.legend(loc="best", fontsize="small")
+    _save(figure, path)
+
+
+def _figure(panels: int, title: str) -> tuple[Any, Sequence[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.5 + 2.5 * panels), layout="constrained")
+    figure.suptitle(title)
+    return figure, figure.subplots(panels, 1, squeeze=False)[:, 0]
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,142 @@
+"""What a benchmark asks of an engine: prompts of tokens, and how long each answer is."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.sampling_params import InvalidParameter
+from engine.tokenizer import Tokenizer
+
+MOONCAKE_BLOCK = 512
+"""Tokens that one of a Mooncake trace's hash_ids stands for."""
+
+REPLAY_BLOCK = 16
+"""Tokens that it stands for here, so that a small model can replay the trace: a KV block of the usual size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One request.
+
+    Attributes:
+        output_len: tokens to generate, whatever the model would like.
+        arrival: seconds after the first one; for those who replay in time.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    output_len: int
+    arrival: float = 0.0
+
+
+def random_items(
+    count: int, input_len: int, output_len: int, *, shared_prefix: int = 0, vocab_size: int, seed: int
+) -> list[Item]:
+    """Prompts of shared_prefix + input_len random tokens, of which the first shared_prefix are the same in all."""
+    rng = np.random.default_rng(seed)
+    prefix = rng.integers(0, vocab_size, shared_prefix).tolist()
+    return [Item((*prefix, *rng.integers(0, vocab_size, input_len).tolist()), output_len) for _ in range(count)]
+
+
+def file_items(path: Path, count: int | None, output_len: int, tokenizer: Tokenizer) -> list[Item]:
+    """The first prompts of a JSONL file; a conversation's first turn goes through the chat template.
+
+    Raises:
+        InvalidParameter: a row is neither {"prompt": text} nor {"turns": [text, …]}, or there are none.
+    """
+    items = []
+    for number, row in islice(_json_lines(path), count):
+        turns = row.get("turns")
+        text = turns[0] if isinstance(turns, list) and turns else row.get("prompt")
+        if not isinstance(text, str):
+            raise InvalidParameter("input", f'{path}, line {number}: must have "prompt" or "turns"')
+        if turns and tokenizer.hf.chat_template:
+            token_ids = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        else:
+            token_ids = tokenizer.encode(text)
+        items.append(Item(tuple(token_ids), output_len))
+    return _some(items, "input", path)
+
+
+def trace_items(path: Path, count: int | None, *, vocab_size: int, seed: int) -> list[Item]:
+    """The first requests of a trace, with random tokens.
+
+    A .csv is Azure's (TIMESTAMP, ContextTokens, GeneratedTokens). A .jsonl is Mooncake's: each block of 512 tokens
+    becomes one of 16 whose tokens follow from its hash id, so that prompts share a prefix exactly where the trace's do;
+    the outputs are as long as in the trace.
+
+    Raises:
+        InvalidParameter: a line is not what the format says, or there are none.
+    """
+    read = _azure if path.suffix == ".csv" else _mooncake
+    return _some(list(islice(read(path, vocab_size, seed), count)), "trace", path)
+
+
+def fitted(items: Sequence[Item], max_model_len: int) -> tuple[list[Item], int]:
+    """Items that an engine can run, and how many of them had to be shortened: the output first, then the prompt."""
+    result = []
+    for item in items:
+        prompt = item.prompt_token_ids[: max_model_len - 1]
+        result.append(
+            replace(item, prompt_token_ids=prompt, output_len=min(item.output_len, max_model_len - len(prompt)))
+        )
+    return result, sum(before != after for before, after in zip(items, result, strict=True))
+
+
+def _mooncake(path: Path, vocab_size: int, seed: int) -> Iterator[Item]:
+    for number, row in _json_lines(path):
+        try:
+            blocks = [
+                np.random.default_rng((seed, int(each))).integers(0, vocab_size, REPLAY_BLOCK)
+                for each in row["hash_ids"]
+            ]
+            length = max(round(int(row["input_length"]) * REPLAY_BLOCK / MOONCAKE_BLOCK), 1)
+            tokens = np.concatenate(blocks)[:length]
+            output_len, arrival = max(int(row["output_length"]), 1), float(row["timestamp"]) / 1000
+        except (KeyError, TypeError, ValueError):
+            raise InvalidParameter("trace", f"{path}, line {number}: is no request of a Mooncake trace") from None
+        yield Item(tuple(tokens.tolist()), output_len, arrival)
+
+
+def _azure(path: Path, vocab_size: int, seed: int) -> Iterator[Item]:
+    rng = np.random.default_rng(seed)
+    first: datetime | None = None
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        for number, row in enumerate(csv.DictReader(file), 2):
+            try:
+                # Its fractions have seven digits, one more than Python reads.
+                time = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                length, output_len = int(row["ContextTokens"]), max(int(row["GeneratedTokens"]), 1)
+            except (KeyError, TypeError, ValueError):
+                raise InvalidParameter("trace", f"{path}, line {number}: is no request of an Azure trace") from None
+            first = first or time
+            tokens = rng.integers(0, vocab_size, max(length, 1)).tolist()
+            yield Item(tuple(tokens), output_len, (time - first).total_seconds())
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InvalidParameter("file", f"{path}, line {number}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise InvalidParameter("file", f"{path}, line {number}: must be an object")
+            yield number, row
+
+
+def _some(items: list[Item], name: str, path: Path) -> list[Item]:
+    if not items:
+        raise InvalidParameter(name, f"{path} has no requests")
+    return items

@@ -1,0 +1,141 @@
+"""What a step's time is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from engine.core import EngineCore
+from engine.outputs import SchedulerOutput
+from engine.profiling.spans import SpanRecorder
+
+PHASES = ("schedule", "inputs", "forward", "logits", "sample", "update", "rest")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step.
+
+    Attributes:
+        start: seconds by the profiler's clock.
+        phases: seconds of each of PHASES; together they are `seconds`.
+        num_requests, num_tokens: computed in it.
+        num_sampled: requests that got a token.
+        num_keys: keys visible to each request's last token, all requests together.
+        num_pairs: of a token and a key visible to it; like num_keys without regard to sliding windows.
+    """
+
+    start: float
+    seconds: float
+    phases: dict[str, float]
+    num_requests: int
+    num_tokens: int
+    num_sampled: int
+    num_keys: int
+    num_pairs: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each of its requests computes one token."""
+        return self.num_tokens == self.num_requests
+
+
+class StepProfiler:
+    """Records the steps of one engine between `with` and its end. Used on the engine's thread.
+
+    The engine knows nothing of it: methods of its parts are wrapped while it runs, and are themselves again afterwards.
+    An executor that runs elsewhere is one span, in `rest`. On a GPU, whose work runs behind, what is computed counts to
+    the phase that waits for it, which is `sample`.
+
+    Attributes:
+        steps: those that computed something.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self.steps: list[StepRecord] = []
+        self._core = core
+        self._recorder = SpanRecorder()
+        self._work = SchedulerOutput(())
+        self._first_span = 0
+
+    def __enter__(self) -> Self:
+        core, watch = self._core, self._recorder.watch
+        watch(core, "step", "rest", self._end_step)
+        watch(core._scheduler, "schedule", "schedule", self._note_work)
+        watch(core._scheduler, "update", "update")
+        watch(core._executor, "execute", "rest")
+        runner = _runner_of(core._executor)
+        if runner is not None:
+            watch(runner, "_apply_deltas", "inputs")
+            watch(runner._buffers, "prepare", "inputs")
+            watch(runner._attention, "prepare", "inputs")
+            watch(runner._model, "forward", "forward")
+            watch(runner._model, "compute_logits", "logits")
+            watch(runner, "_sample", "sample")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._recorder.close()
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """All calls in the Trace Event Format, which Perfetto and chrome://tracing open."""
+        spans = self._recorder.spans
+        origin = min((span.start for span in spans), default=0.0)
+        shown: dict[float, dict[str, int]] = {
+            step.start: {"requests": step.num_requests, "tokens": step.num_tokens} for step in self.steps
+        }
+        events: list[dict[str, Any]] = [
+            {"name": "process_name", "ph": "M", "pid": 1, "tid": 1, "args": {"name": "engine"}}
+        ]
+        for span in sorted(spans, key=lambda span: (span.start, -span.seconds)):
+            args = shown.get(span.start)
+            events.append(
+                {
+                    "name": "step" if args else span.phase,
+                    "ph": "X",
+                    "ts": (span.start - origin) * 1e6,
+                    "dur": span.seconds * 1e6,
+                    "pid": 1,
+                    "tid": 1,
+                    "args": args or {},
+                }
+            )
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def _note_work(self, args: tuple[Any, ...], work: SchedulerOutput) -> None:
+        self._work = work
+
+    def _end_step(self, args: tuple[Any, ...], result: Any) -> None:
+        spans = self._recorder.spans[self._first_span :]
+        self._first_span = len(self._recorder.spans)
+        work, self._work = self._work, SchedulerOutput(())
+        if not work.steps:
+            return
+        phases = dict.fromkeys(PHASES, 0.0)
+        for span in spans:
+            phases[span.phase] += span.own_seconds
+        num_keys = num_pairs = 0
+        for step in work.steps:
+            before, count = step.num_computed_tokens, step.num_tokens
+            num_keys += before + count
+            num_pairs += count * before + count * (count + 1) // 2
+        self.steps.append(
+            StepRecord(
+                start=spans[-1].start,
+                seconds=spans[-1].seconds,
+                phases=phases,
+                num_requests=len(work.steps),
+                num_tokens=work.num_tokens,
+                num_sampled=sum(step.samples for step in work.steps),
+                num_keys=num_keys,
+                num_pairs=num_pairs,
+            )
+        )
+
+
+def _runner_of(executor: Any) -> Any:
+    """The ModelRunner of an executor in this process."""
+    return getattr(getattr(executor, "_worker", executor), "_runner", None)

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from app.cli.bench import roofline
+from app.cli.bench.options import engine_args, positive_numbers
+from app.cli.bench.workload import file_items, fitted, random_items, trace_items
+from app.cli.main import app
+from engine import InvalidParameter, StepRecord
+from engine.tokenizer import load_tokenizer
+from tests.engine.models.tiny import config_of, save_tiny
+
+VOCAB = 1000
+
+
+def common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def write_lines(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# ---- workloads ----
+
+
+def test_random_prompts_share_their_prefix_and_nothing_else() -> None:
+    a, b = random_items(2, 50, 7, shared_prefix=20, vocab_size=VOCAB, seed=3)
+    assert common_prefix(a.prompt_token_ids, b.prompt_token_ids) == 20
+    assert (len(a.prompt_token_ids), a.output_len) == (70, 7)
+
+
+def test_random_prompts_follow_from_the_seed() -> None:
+    first, again, other = (random_items(3, 9, 1, vocab_size=VOCAB, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def mooncake(input_length: int, *hash_ids: int, timestamp: int = 0) -> dict[str, Any]:
+    return {"timestamp": timestamp, "input_length": input_length, "output_length": 5, "hash_ids": hash_ids}
+
+
+def test_mooncake_blocks_are_shared_where_their_ids_are(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "trace.jsonl",
+        mooncake(1600, 0, 1, 2, 3),
+        mooncake(1024, 0, 1, timestamp=2500),
+        mooncake(1024, 0, 9),
+    )
+    a, b, c = trace_items(path, None, vocab_size=VOCAB, seed=0)
+    assert [len(item.prompt_token_ids) for item in (a, b, c)] == [50, 32, 32]
+    assert common_prefix(a.prompt_token_ids, b.prompt_token_ids) == 32
+    assert common_prefix(a.prompt_token_ids, c.prompt_token_ids) == 16
+    assert [item.arrival for item in (a, b, c)] == [0, 2.5, 0]
+    assert a.output_len == 5
+
+
+def test_azure_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,37,44\n"
+        "2023-11-16 18:15:48.1805900,6,109\n"
+        "2023-11-16 18:15:49.1805900,8,1\n"
+    )
+    a, b = trace_items(path, 2, vocab_size=VOCAB, seed=0)
+    assert [(len(item.prompt_token_ids), item.output_len, item.arrival) for item in (a, b)] == [
+        (37, 44, 0),
+        (6, 109, 1.5),
+    ]
+
+
+def test_first_turn_goes_through_the_chat_template_and_a_prompt_does_not(tiny_folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_folder)
+    path = write_lines(tmp_path / "in.jsonl", {"turns": ["Hello", "Again"]}, {"prompt": "Hello"}, {"prompt": "third"})
+    turn, prompt = file_items(path, 2, 4, tokenizer)
+    assert tokenizer.decode(prompt.prompt_token_ids, skip_special_tokens=False) == "Hello"
+    assert "<|im_start|>user\nHello<|im_end|>" in tokenizer.decode(turn.prompt_token_ids, skip_special_tokens=False)
+
+
+def test_request_beyond_the_context_is_cut(tiny_folder: Path) -> None:
+    items = random_items(1, 30, 10, vocab_size=VOCAB, seed=0) + random_items(1, 5, 10, vocab_size=VOCAB, seed=0)
+    cut, number = fitted(items, 20)
+    assert [(len(item.prompt_token_ids), item.output_len) for item in cut] == [(19, 1), (5, 10)]
+    assert number == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", "{"),
+        ("a.jsonl", "[]"),
+        ("a.jsonl", '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": []}'),
+        ("a.jsonl", '{"timestamp": 0, "input_length": "many", "output_length": 1, "hash_ids": [1]}'),
+        ("a.csv", "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46.68,3"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,3,3"),
+        ("a.csv", ""),
+    ],
+)
+def test_trace_of_another_format_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text + "\n")
+    with pytest.raises(InvalidParameter, match=name):
+        trace_items(tmp_path / name, None, vocab_size=VOCAB, seed=0)
+
+
+# ---- options ----
+
+
+def test_engine_arguments_have_the_types_of_the_config() -> None:
+    rest = [
+        "--max-num-seqs",
+        "64",
+        "--gpu-memory-utilization=0.5",
+        "--no-enable-prefix-caching",
+        "--cpu-kernels",
+        "torch",
+    ]
+    assert engine_args([*rest, "--debug-integrity", "--num-threads", "1"]) == {
+        "max_num_seqs": 64,
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": False,
+        "cpu_kernels": "torch",
+        "debug_integrity": True,
+        "num_threads": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        (["--max-num-seq", "3"], "did you mean 'max_num_seqs'"),
+        (["--max-num-seqs"], "its value is missing"),
+        (["--max-num-seqs", "many"], "must be a number"),
+        (["--enable-prefix-caching=no"], "write --enable-prefix-caching or --no-enable-prefix-caching"),
+        (["64"], "not an option"),
+    ],
+)
+def test_wrong_engine_argument_is_named(rest: list[str], message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        engine_args(rest)
+
+
+@pytest.mark.parametrize("text", ["", "1,", "0", "a", "1,-2"])
+def test_numbers_with_commas(text: str) -> None:
+    assert positive_numbers("running", "1, 32") == [1, 32]
+    with pytest.raises(InvalidParameter, match="running"):
+        positive_numbers("running", text)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["throughput", "--nonsense", "3"],
+        ["throughput", "--trace", "/nope"],
+        ["throughput", "--json", "/no/such/folder.json"],
+        ["throughput", "--num-prompts", "0"],
+        ["latency", "--dtype", "int3"],
+        ["startup", "--model", "/nope"],
+        ["step", "--running", "none"],
+        ["throughput", "--plot", "figure.txt"],
+    ],
+)
+def test_user_errors_exit_with_2_and_without_a_traceback(args: list[str], tiny_folder: Path, small: None) -> None:
+    done = bench(tiny_folder, *args) if "--model" not in args else CliRunner().invoke(app, ["bench", *args])
+    assert done.exit_code == 2
+    assert isinstance(done.exception, SystemExit)
+    assert done.stderr
+
+
+def test_plot_without_matplotlib_says_what_to_install(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = bench(tiny_folder, "throughput", "--plot", str(tmp_path / "a.png"))
+    assert (done.exit_code, "matplotlib" in done.stderr) == (2, True)
+
+
+# ---- roofline ----
+
+
+def record(*, tokens: int, sampled: int, keys: int, pairs: int) -> StepRecord:
+    return StepRecord(0.0, 1.0, {}, 1, tokens, sampled, keys, pairs)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_arithmetic_of_a_step_is_that_of_the_model(tmp_path: Path, architecture: str) -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    theirs = save_tiny(tmp_path, architecture)
+    theirs.set_attn_implementation("eager")
+    tokens = 40
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        theirs(torch.arange(tokens)[None])
+    # All tokens get logits there, and all are multiplied with all keys, masked ones too.
+    cost = roofline.step_cost(config_of(tmp_path), record(tokens=tokens, sampled=tokens, keys=0, pairs=tokens**2))
+    assert cost.flops == pytest.approx(counter.get_total_flops(), rel=0.005)  # they count the rotary angles
+
+
+def test_bytes_of_a_step_are_weights_and_visible_keys(tmp_path: Path) -> None:
+    theirs = save_tiny(tmp_path, "LlamaForCausalLM", tie_word_embeddings=False)
+    config = config_of(tmp_path)
+    weights = {name: each.numel() * 4 for name, each in theirs.named_parameters() if "norm" not in name}
+    del weights["model.embed_tokens.weight"]
+    head = weights.pop("lm_head.weight")
+    assert roofline.step_cost(config, record(tokens=9, sampled=0, keys=0, pairs=0)).num_bytes == sum(weights.values())
+    both = roofline.step_cost(config, record(tokens=9, sampled=1, keys=32, pairs=0)).num_bytes
+    assert both == sum(weights.values()) + head + 2 * config.kv_block_bytes(16)
+
+
+def test_roofline_is_the_later_of_memory_and_cores() -> None:
+    machine = roofline.Machine("cpu", 1, "float32", gb_per_s=10, gflop_per_s=100, load_average=0)
+    assert roofline.Cost(num_bytes=20e9, flops=100e9).seconds(machine) == 2
+    assert roofline.Cost(num_bytes=20e9, flops=300e9).seconds(machine) == 3
+
+
+# ---- the commands, on a tiny model ----
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures the machine with so little that its figures mean nothing."""
+    monkeypatch.setattr(roofline, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(roofline, "GEMM_SIZE", 64)
+
+
+def bench(folder: Path, command: str, *args: str) -> Result:
+    shared = [
+        "--model",
+        str(folder),
+        "--load-format",
+        "dummy",
+        "--num-threads",
+        "1",
+        "--kv-cache-memory-bytes",
+        "4000000",
+    ]
+    return CliRunner().invoke(app, ["bench", command, *shared, *args])
+
+
+def figures(folder: Path, path: Path, command: str, *args: str) -> dict[str, Any]:
+    done = bench(folder, command, "--json", str(path), *args)
+    assert done.exit_code == 0, done.output
+    assert "Roofline" in done.stdout
+    content: dict[str, Any] = json.loads(path.read_text())
+    assert content["command"] == command
+    assert content["settings"]["engine"]["num_threads"] == 1
+    assert {"gb_per_s", "gflop_per_s"} <= content["roofline"].keys()
+    return content
+
+
+def test_throughput_counts_what_ran(tiny_folder: Path, tmp_path: Path, small: None) -> None:
+    args = ["--num-prompts", "3", "--input-len", "20", "--output-len", "4", "--shared-prefix", "32", "--warmup", "0"]
+    content = figures(tiny_folder, tmp_path / "out.json", "throughput", *args, "--num-iters", "2")
+    assert len(content["rounds"]) == 2
+    for each in content["rounds"]:  # the second starts as cold as the first
+        assert (each["requests"], each["prompt_tokens"], each["output_tokens"]) == (3, 156, 12)
+        assert each["cached_tokens"] == 2 * 32
+        assert each["total_tokens_per_s"] == pytest.approx(168 / each["seconds"])
+    near = content["efficiency"]
+    assert near["decode"]["steps"] + near["prefill"]["steps"] == sum(each["steps"] for each in content["rounds"])
+
+
+def test_latency_has_percentiles_of_each_time(tiny_folder: Path, tmp_path: Path, small: None) -> None:
+    args = ["--batch-size", "2", "--input-len", "5", "--output-len", "6", "--num-iters", "2", "--warmup", "0"]
+    content = figures(tiny_folder, tmp_path / "out.json", "latency", *args)
+    for name in ("e2e_s", "ttft_s", "tpot_s", "batch_s"):
+        assert set(content[name]) == {"mean", "p10", "p25", "p50", "p75", "p90", "p99"}
+        assert 0 < content[name]["p10"] <= content[name]["p99"]
+    mean = {name: content[name]["mean"] for name in ("e2e_s", "ttft_s", "tpot_s")}
+    assert mean["e2e_s"] == pytest.approx(mean["ttft_s"] + 5 * mean["tpot_s"])
+
+
+def test_step_splits_bookkeeping_and_model(tiny_folder: Path, tmp_path: Path, small: None) -> None:
+    trace = tmp_path / "trace.json"
+    args = ["--running", "1,3", "--context", "20", "--waiting", "2,5", "--blocks", "16,40", "--num-iters", "4"]
+    content = figures(tiny_folder, tmp_path / "out.json", "step", *args, "--warmup", "1", "--profile", str(trace))
+    kinds = [(each["running"], each["waiting"], each["blocks"]) for each in content["bookkeeping"]]
+    assert kinds == [(running, waiting, blocks) for running in (1, 3) for waiting in (2, 5) for blocks in (16, 40)]
+    assert [each["running"] for each in content["engine"]] == [1, 3]
+    for each in content["bookkeeping"] + content["engine"]:
+        phases = {name: value["mean"] for name, value in each["phases_ms"].items()}
+        total, bookkeeping = phases.pop("total"), phases.pop("bookkeeping")
+        assert sum(phases.values()) == pytest.approx(total)
+        assert bookkeeping == pytest.approx(phases["schedule"] + phases["inputs"] + phases["update"])
+    requests = [
+        each["args"]["requests"] for each in json.loads(trace.read_text())["traceEvents"] if each["name"] == "step"
+    ]
+    assert set(requests) == {1, 3}
+    assert requests.count(3) >= 4
+
+
+def test_startup_is_split_into_phases(tiny_folder: Path, tmp_path: Path, small: None) -> None:
+    content = figures(tiny_folder, tmp_path / "out.json", "startup", "--num-iters", "1", "--warmup", "0")
+    phases = content["median"]
+    total = phases.pop("total")
+    assert sum(phases.values()) == pytest.approx(total)
+    assert set(phases) == {
+        "interpreter", "imports", "config", "kernels", "weights", "kv_cache", "tokenizer", "first_token", "rest",
+    }  # fmt: skip
+    assert all(seconds > 0 for seconds in phases.values())
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency", "step"])
+def test_figures_are_drawn(tiny_folder: Path, tmp_path: Path, small: None, command: str) -> None:
+    pytest.importorskip("matplotlib")
+    short = {
+        "throughput": ["--num-prompts", "2", "--output-len", "3", "--warmup", "0"],
+        "latency": ["--output-len", "3", "--num-iters", "1", "--warmup", "0"],
+        "step": ["--running", "2", "--waiting", "1", "--blocks", "64", "--num-iters", "2", "--warmup", "0"],
+    }[command]
+    path = tmp_path / "figure.svg"
+    done = bench(tiny_folder, command, *short, "--plot", str(path))
+    assert done.exit_code == 0, done.output
+    assert "<svg" in path.read_text()
