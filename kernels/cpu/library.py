@@ -30,7 +30,7 @@ GROUP = 64
 QUAD = 4
 """int8 values in a 32-bit lane."""
 
-PACK_PANELS = 64
+PACK_PANELS = 8
 """Panels that are quantised at once."""
 
 

@@ -67,7 +67,7 @@ def _figure(panels: int, title: str) -> tuple[Any, Sequence[Any]]:
 
     figure = Figure(figsize=(8, 1.5 + 2.5 * panels), layout="constrained")
     figure.suptitle(title)
-    return figure, figure.subplots(panels, 1, squeeze=False)[:, 0]
+    return figure, list(figure.subplots(panels, 1, squeeze=False)[:, 0])
 
 
 def _save(figure: Any, path: Path) -> None:
