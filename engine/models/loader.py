@@ -35,8 +35,8 @@ def load_model(
     """A model with its weights on the device. Call it, and the model, under torch.inference_mode.
 
     Tensors are read one by one: the peak is the model and its largest tensor, except for GGUF, which transformers
-    dequantises as a whole. Every weight is held once, except that on a CPU the head of a model with tied embeddings
-    is a packed copy of the table.
+    dequantises as a whole. Every weight is held once, except that a quantised head, or one in oneDNN's layout, is a
+    copy of the table that it is tied to.
 
     Args:
         load_format: `auto` takes GGUF for a .gguf file and safetensors for a folder; `dummy` reads nothing.
