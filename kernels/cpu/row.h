@@ -185,7 +185,7 @@ class Row {
         double missing = target, surplus = 0;  // at the stretch's ends
         float bound = best_maximum(likely);
         bool enough = false;
-        while (true) {
+        for (int turn = 1;; turn++) {
             const Part part = from<WEIGHED>(bound);
             const bool again = enough == (part.amount >= target);
             enough = part.amount >= target;
@@ -203,13 +203,14 @@ class Row {
                 missing = target - part.amount;
                 if (again) surplus /= 2;
             }
-            if (stretch.low == -INF) {  // about twice as far from the best
-                const float step = std::max({best_ - bound, 1.0f, std::abs(bound) * 1e-3f});
-                bound = std::max(bound - step, -FLT_MAX);
+            if (stretch.low == -INF) {  // twice as far from the best; a model's logits are soon passed in this way
+                bound = turn > 5 ? -FLT_MAX : std::max(bound - std::max(best_ - bound, 1.0f), -FLT_MAX);
             } else {
                 const float lowest = std::nextafter(stretch.low, INF), highest = std::nextafter(stretch.high, -INF);
                 if (lowest > highest) return true;
-                const double top = std::min(stretch.high, best_), share = missing / (missing + surplus);
+                // Now and then in the middle: an amount that is just the target would draw the bounds to one side.
+                const double share = turn % 3 ? missing / (missing + surplus) : 0.5;
+                const double top = std::min(stretch.high, best_);
                 bound = std::clamp(float(top + (stretch.low - top) * share), lowest, highest);
             }
         }
@@ -260,9 +261,9 @@ class Row {
         vdouble lanes_ = {};
     };
 
-    // The k-th best of the spans' maxima, which k tokens reach at least; the least of numbers where k is too many.
+    // The k-th best of the spans' maxima, which k tokens reach at least; for a large k one that fewer may reach.
     float best_maximum(int64_t k) {
-        if (k < 1 || k > spans() / 2) return -FLT_MAX;
+        k = std::clamp<int64_t>(k, 1, std::max<int64_t>(1, spans() / 2));
         scratch_ = maxima_;
         std::nth_element(scratch_.begin(), scratch_.begin() + (k - 1), scratch_.end(), std::greater<float>());
         return std::max(scratch_[k - 1], -FLT_MAX);

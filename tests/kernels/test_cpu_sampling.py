@@ -186,6 +186,22 @@ def test_thousands_of_equal_tokens_are_cut_by_lower_id(kernels: CpuKernels) -> N
         assert_same(drawn(kernels, logits, params, **history), drawn(None, logits, params, **history))
 
 
+@pytest.mark.parametrize("rest", [-30.0, -LARGEST])
+def test_filters_end_at_a_gap_between_the_tokens(kernels: CpuKernels, rest: float) -> None:
+    """Just as many tokens as top_k asks for, or all that weighs, lie above the gap."""
+    rng = np.random.default_rng(2)
+    logits = np.full((4, 9000), rest, np.float32)
+    logits[:, rng.permutation(9000)[:1000]] = rng.normal(0, 0.3, 1000)
+    params = [
+        SamplingParams(top_k=1000),
+        SamplingParams(top_k=1001, logprobs=1000),
+        SamplingParams(top_k=1000, top_p=0.999999),
+        SamplingParams(top_p=0.999999),
+    ]
+    history = {"seeds": list(range(4))}
+    assert_same(drawn(kernels, logits, params, **history), drawn(None, logits, params, **history))
+
+
 def test_a_model_without_possible_tokens_breaks_its_own_row_alone(kernels: CpuKernels) -> None:
     logits = np.zeros((4, 100), np.float32)
     logits[1], logits[2] = NAN, -INF
