@@ -123,6 +123,7 @@ async def test_a_disconnected_request_without_stream_gives_its_blocks_back(servi
             await http.post(f"{service.url}/v1/completions", json=body)
             pytest.fail("the request should have taken longer")
     await until_blocks_return(service)
+    assert metrics(service)["manta_requests_running"] == 0
 
 
 async def test_bad_requests_get_openai_errors_and_cost_no_neighbour(client: AsyncOpenAI, service: Service) -> None:
