@@ -33,7 +33,18 @@ struct Tile {
     T* out[MAX_ROWS];
     int64_t position[MAX_ROWS];
 
-    int64_t panel(int64_t block) const { return (blocks[block] * kv_heads + kv_head) * BLOCK * head_dim; }
+    // The chunk in which its first visible key lies. Rows are in the order of their positions.
+    int64_t first_chunk() const {
+        return window ? std::max<int64_t>(0, position[0] - window + 1) / CHUNK * CHUNK : 0;
+    }
+
+    // Where the panels of a chunk's blocks begin in `cache`; what would lie behind the last block is that block again.
+    void panels(const T* cache, int64_t start, const T* (&of)[CHUNK_BLOCKS]) const {
+        for (int i = 0; i < CHUNK_BLOCKS; i++) {
+            const int64_t block = std::min(start + i * BLOCK, context - 1) / BLOCK;
+            of[i] = cache + (blocks[block] * kv_heads + kv_head) * BLOCK * head_dim;
+        }
+    }
 };
 
 template <class T>
@@ -45,114 +56,108 @@ struct AttentionScratch {
     alignas(64) T tail[BLOCK * MAX_HEAD_DIM];  // values of a block that is not full yet, zeros behind them
 };
 
-// Blocks lie anywhere in the cache: without this each would be waited for.
+// What a chunk reads, and what will be read next: blocks lie anywhere in the cache, so that no hardware sees it coming.
 template <class T>
-inline void fetch(const Tile<T>& tile, const T* cache, int64_t start) {
-    const int64_t last = std::min<int64_t>(tile.context, start + CHUNK);
-    for (int64_t key = start; key < last; key += BLOCK) {
-        const T* panel = cache + tile.panel(key / BLOCK);
-        for (int64_t at = 0; at < BLOCK * tile.head_dim; at += 64 / int64_t(sizeof(T))) __builtin_prefetch(panel + at);
+struct Panels {
+    const T* keys[CHUNK_BLOCKS];
+    const T* values[CHUNK_BLOCKS];
+
+    Panels(const Tile<T>& tile, int64_t start) {
+        tile.panels(tile.keys, start, keys);
+        tile.panels(tile.values, start, values);
+    }
+};
+
+// Several blocks at once: a few rows alone would leave the multipliers waiting for each other.
+template <int ROWS, class T>
+inline void add_scores(const T* query, int64_t dim, const Panels<T>& panels, const Panels<T>& next,
+                       float (*scores)[CHUNK]) {
+    constexpr int BLOCKS = ROWS * CHUNK_BLOCKS <= 2 * MAX_ROWS ? CHUNK_BLOCKS : 2;
+    for (int first = 0; first < CHUNK_BLOCKS; first += BLOCKS) {
+        vfloat acc[ROWS][BLOCKS] = {};
+        const T *keys[BLOCKS], *ahead[BLOCKS];
+        std::copy_n(panels.keys + first, BLOCKS, keys);
+        std::copy_n(next.keys + first, BLOCKS, ahead);
+        multiply(query, dim, keys, LANES * STEP<T>, dim / STEP<T>, acc, [&](int64_t step) {
+            for (int block = 0; block < BLOCKS; block++) __builtin_prefetch(ahead[block] + step * LANES * STEP<T>);
+        });
+        for (int row = 0; row < ROWS; row++)
+            for (int block = 0; block < BLOCKS; block++) store(&scores[row][(first + block) * BLOCK], acc[row][block]);
     }
 }
 
-template <int ROWS, class T>
-inline void scores_of_block(const T* query, int64_t dim, const T* panel, float (*scores)[CHUNK], int column) {
-    vfloat acc[ROWS][1] = {};
-    multiply<ROWS, 1>(query, dim, panel, LANES * STEP<T>, dim / STEP<T>, acc);
-    for (int row = 0; row < ROWS; row++) store(&scores[row][column], acc[row][0]);
-}
-
-// Four blocks at once: a few rows alone would leave the multipliers waiting for each other.
-template <int ROWS, class T>
-inline void scores_of_chunk(const T* query, int64_t dim, const T* const* panels, float (*scores)[CHUNK]) {
-    vfloat acc[ROWS][CHUNK_BLOCKS] = {};
-    for (int64_t s = 0; s < dim / STEP<T>; s++)
-        for (int block = 0; block < CHUNK_BLOCKS; block++) {
-            vfloat column[ROWS][1];
-            for (int row = 0; row < ROWS; row++) column[row][0] = acc[row][block];
-            multiply<ROWS, 1>(query + s * STEP<T>, dim, panels[block] + s * LANES * STEP<T>, 0, 1, column);
-            for (int row = 0; row < ROWS; row++) acc[row][block] = column[row][0];
-        }
-    for (int row = 0; row < ROWS; row++)
-        for (int block = 0; block < CHUNK_BLOCKS; block++) store(&scores[row][block * BLOCK], acc[row][block]);
-}
-
 template <int ROWS, int VECTORS, class T>
-inline void add_values(const T (*weights)[CHUNK], const T* const* panels, int blocks, int64_t dim, int64_t column,
-                       float (*sums)[MAX_HEAD_DIM]) {
+inline void add_values(const T (*weights)[CHUNK], const Panels<T>& panels, const Panels<T>& next, int blocks,
+                       int64_t dim, int64_t column, float (*sums)[MAX_HEAD_DIM]) {
     vfloat acc[ROWS][VECTORS];
     for (int row = 0; row < ROWS; row++)
         for (int v = 0; v < VECTORS; v++) acc[row][v] = load(&sums[row][column + v * LANES]);
-    for (int block = 0; block < blocks; block++)
-        multiply<ROWS, VECTORS>(&weights[0][block * BLOCK], CHUNK, panels[block] + column * STEP<T>, dim * STEP<T>,
-                                BLOCK / STEP<T>, acc);
+    for (int block = 0; block < blocks; block++) {
+        const T *columns[VECTORS], *ahead = next.values[block] + column * STEP<T>;
+        for (int v = 0; v < VECTORS; v++) columns[v] = panels.values[block] + (column + v * LANES) * STEP<T>;
+        multiply(&weights[0][block * BLOCK], CHUNK, columns, dim * STEP<T>, BLOCK / STEP<T>, acc, [&](int64_t step) {
+            for (int v = 0; v < VECTORS; v++) __builtin_prefetch(ahead + (step * dim + v * LANES) * STEP<T>);
+        });
+    }
     for (int row = 0; row < ROWS; row++)
         for (int v = 0; v < VECTORS; v++) store(&sums[row][column + v * LANES], acc[row][v]);
 }
 
-// One round of the softmax: scores to weights, with the sums so far brought to the new maximum.
+// One round of the softmax: scores to weights, with the sums so far brought to the new maximum. All exponents are of 2.
 template <class T>
-inline void softmax_round(const Tile<T>& tile, AttentionScratch<T>& scratch, int64_t start, int keys, int row,
-                          float& peak, float& total) {
-    float* scores = scratch.scores[row];
-    int64_t last = tile.position[row];
-    int64_t first = tile.window ? std::max<int64_t>(0, last - tile.window + 1) : 0;
-    int from = int(std::clamp<int64_t>(first - start, 0, keys)), to = int(std::clamp<int64_t>(last + 1 - start, 0, keys));
-    vint lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    const vfloat nothing = splat(-INFINITY);
-    vfloat best = nothing;
-    for (int at = 0; at < CHUNK; at += LANES) {
-        vint key = lane + at;
-        vfloat score = load(scores + at) * tile.scale;
-        score = (key >= from) & (key < to) ? score : nothing;
-        store(scores + at, score);
-        best = vmax(best, score);
+inline void softmax_round(const Tile<T>& tile, AttentionScratch<T>& scratch, int64_t start, int row, float& peak,
+                          vfloat& total) {
+    const int64_t last = tile.position[row], first = tile.window ? last - tile.window + 1 : 0;
+    vfloat scores[CHUNK_BLOCKS];
+    for (int i = 0; i < CHUNK_BLOCKS; i++) scores[i] = load(&scratch.scores[row][i * LANES]) * (tile.scale * LOG2_E);
+    if (first > start || last + 1 < start + CHUNK) {
+        vint lane;
+        for (int i = 0; i < LANES; i++) lane[i] = i;
+        const int from = int(std::clamp<int64_t>(first - start, 0, CHUNK)), to = int(std::clamp<int64_t>(last + 1 - start, 0, CHUNK));
+        for (int i = 0; i < CHUNK_BLOCKS; i++) {
+            const vint key = lane + i * LANES;
+            scores[i] = (key >= from) & (key < to) ? scores[i] : splat(-INFINITY);
+        }
     }
-    float next = std::max(peak, reduce_max(best));
+    const float next = std::max(peak, reduce_max(vmax(vmax(scores[0], scores[1]), vmax(scores[2], scores[3]))));
     // A row of which the chunk shows nothing keeps what it has.
-    float shift = next == -INFINITY ? 0.0f : next;
-    float correction = peak == next ? 1.0f : vexp(splat(peak - shift))[0];
-    vfloat added = {};
-    for (int at = 0; at < CHUNK; at += LANES) {
-        vfloat weight = vexp(load(scores + at) - shift);
-        added += weight;
-        store(&scratch.weights[row][at], weight);
+    const float shift = next == -INFINITY ? 0.0f : next;
+    if (next != peak) {
+        const vfloat correction = vexp2<float>(splat(peak - shift));
+        total *= correction;
+        for (int64_t d = 0; d < tile.head_dim; d += LANES)
+            store(&scratch.sums[row][d], load(&scratch.sums[row][d]) * correction);
+        peak = next;
     }
-    total = total * correction + reduce_add(added);
-    if (correction != 1.0f)
-        for (int64_t d = 0; d < tile.head_dim; d += LANES) store(&scratch.sums[row][d], load(&scratch.sums[row][d]) * correction);
-    peak = next;
+    for (int i = 0; i < CHUNK_BLOCKS; i++) {
+        const vfloat weight = vexp2<T>(scores[i] - shift);
+        total += weight;
+        store(&scratch.weights[row][i * LANES], weight);
+    }
 }
 
+// following: the tile that this thread computes next.
 template <int ROWS, class T>
-void attend(const Tile<T>& tile, AttentionScratch<T>& scratch) {
+void attend(const Tile<T>& tile, const Tile<T>& following, AttentionScratch<T>& scratch) {
     const int64_t dim = tile.head_dim;
-    float peak[ROWS], total[ROWS];
-    int64_t lowest = tile.position[0], highest = tile.position[0];
+    float peak[ROWS];
+    vfloat total[ROWS];
     for (int row = 0; row < ROWS; row++) {
         std::copy_n(tile.query[row], dim, scratch.query + row * dim);
         std::fill_n(scratch.sums[row], dim, 0.0f);
         peak[row] = -INFINITY;
-        total[row] = 0.0f;
-        lowest = std::min(lowest, tile.position[row]);
-        highest = std::max(highest, tile.position[row]);
+        total[row] = vfloat{};
     }
-    int64_t first = tile.window ? std::max<int64_t>(0, lowest - tile.window + 1) / CHUNK * CHUNK : 0;
-    for (int64_t start = first; start <= highest; start += CHUNK) {
+    const int64_t highest = tile.position[ROWS - 1];
+    int64_t start = tile.first_chunk();
+    for (Panels<T> panels(tile, start); start <= highest;) {
+        const int64_t after = start + CHUNK;
+        const Panels<T> next = after <= highest ? Panels<T>(tile, after) : Panels<T>(following, following.first_chunk());
         const int keys = int(std::min<int64_t>(CHUNK, tile.context - start));
         const int blocks = (keys + BLOCK - 1) / BLOCK;
-        const T *key_panels[CHUNK_BLOCKS], *value_panels[CHUNK_BLOCKS];
-        for (int block = 0; block < blocks; block++) {
-            int64_t at = tile.panel(start / BLOCK + block);
-            key_panels[block] = tile.keys + at;
-            value_panels[block] = tile.values + at;
-        }
-        for (int block = blocks; block < CHUNK_BLOCKS; block++)
-            for (int row = 0; row < ROWS; row++) std::fill_n(&scratch.scores[row][block * BLOCK], BLOCK, 0.0f);
         if (keys % BLOCK) {
             // What lies behind the last key was never written: not even zero times it may be added.
-            const T* from = value_panels[blocks - 1];
+            const T* from = panels.values[blocks - 1];
             const int valid = keys % BLOCK;
             T zero;
             assign(zero, 0.0f);
@@ -161,32 +166,23 @@ void attend(const Tile<T>& tile, AttentionScratch<T>& scratch) {
                     int64_t at = (key / STEP<T> * dim + d) * STEP<T> + key % STEP<T>;
                     scratch.tail[at] = key < valid ? from[at] : zero;
                 }
-            value_panels[blocks - 1] = scratch.tail;
+            panels.values[blocks - 1] = scratch.tail;
         }
-        fetch(tile, tile.keys, start + CHUNK);
-        if constexpr (ROWS * CHUNK_BLOCKS <= 2 * MAX_ROWS) {
-            if (blocks == CHUNK_BLOCKS)
-                scores_of_chunk<ROWS>(scratch.query, dim, key_panels, scratch.scores);
-            else
-                for (int block = 0; block < blocks; block++)
-                    scores_of_block<ROWS>(scratch.query, dim, key_panels[block], scratch.scores, block * BLOCK);
-        } else {
-            for (int block = 0; block < blocks; block++)
-                scores_of_block<ROWS>(scratch.query, dim, key_panels[block], scratch.scores, block * BLOCK);
-        }
-        for (int row = 0; row < ROWS; row++) softmax_round(tile, scratch, start, keys, row, peak[row], total[row]);
-        fetch(tile, tile.values, start + CHUNK);
+        add_scores<ROWS>(scratch.query, dim, panels, next, scratch.scores);
+        for (int row = 0; row < ROWS; row++) softmax_round(tile, scratch, start, row, peak[row], total[row]);
         int64_t column = 0;
         if constexpr (ROWS * 4 <= 2 * MAX_ROWS)
             for (; column + 4 * LANES <= dim; column += 4 * LANES)
-                add_values<ROWS, 4>(scratch.weights, value_panels, blocks, dim, column, scratch.sums);
+                add_values<ROWS, 4>(scratch.weights, panels, next, blocks, dim, column, scratch.sums);
         for (; column + 2 * LANES <= dim; column += 2 * LANES)
-            add_values<ROWS, 2>(scratch.weights, value_panels, blocks, dim, column, scratch.sums);
+            add_values<ROWS, 2>(scratch.weights, panels, next, blocks, dim, column, scratch.sums);
         for (; column < dim; column += LANES)
-            add_values<ROWS, 1>(scratch.weights, value_panels, blocks, dim, column, scratch.sums);
+            add_values<ROWS, 1>(scratch.weights, panels, next, blocks, dim, column, scratch.sums);
+        panels = next;
+        start = after;
     }
     for (int row = 0; row < ROWS; row++) {
-        float inverse = 1.0f / total[row];
+        const float inverse = 1.0f / reduce_add(total[row]);
         for (int64_t d = 0; d < dim; d += LANES) store(tile.out[row] + d, load(&scratch.sums[row][d]) * inverse);
     }
 }

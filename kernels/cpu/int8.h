@@ -16,6 +16,7 @@ namespace manta {
 constexpr int GROUP = 64;      // inputs that share a scale
 constexpr int QUAD = 4;        // int8 values in a 32-bit lane
 constexpr int INT8_ROWS = 96;  // rows whose sums are held at once
+constexpr int64_t AHEAD = 4096;  // weights are fetched so many bytes before they are used
 
 // Weights of a panel's columns for a group of inputs, zero behind the last input. Values: [GROUP / step][PANEL][step],
 // where step is STEP of the activations' type, or QUAD.
@@ -95,7 +96,7 @@ inline void widen(const int8_t* from, bf16* to) {
 template <class T>
 inline void widen(const Int8Weights& from, T* to) {
     for (int i = 0; i < GROUP * PANEL; i += 64) {
-        __builtin_prefetch(from.values + i + AHEAD_BYTES);
+        __builtin_prefetch(from.values + i + AHEAD);
         for (int v = i; v < i + 64; v += LANES * STEP<T>) widen(from.values + v, to + v);
     }
 }
@@ -107,7 +108,10 @@ inline void add_group(const T* a, int64_t lda, int64_t inputs, const W* weights,
     if constexpr (ROWS > 0) {
         if (rows < ROWS) return add_group<ROWS - 1>(a, lda, inputs, weights, scales, rows, sums);
         vfloat acc[ROWS][2] = {};
-        multiply<ROWS, 2, sizeof(W) == 1>(a, lda, weights, PANEL * STEP<T>, inputs / STEP<T>, acc);
+        const W* columns[2] = {weights, weights + LANES * STEP<T>};
+        multiply(a, lda, columns, PANEL * STEP<T>, inputs / STEP<T>, acc, [&](int64_t step) {
+            if (sizeof(W) == 1) __builtin_prefetch(weights + step * PANEL * STEP<T> + AHEAD);
+        });
         add_scaled<ROWS>(acc, scales, sums);
     }
 }
@@ -165,7 +169,7 @@ inline void add_group(const Int8Activations* a, int64_t lda, const Int8Weights& 
             vint right[2];
             for (int v = 0; v < 2; v++) {
                 const int8_t* from = weights.values + i * PANEL + v * LANES * QUAD;
-                __builtin_prefetch(from + AHEAD_BYTES);
+                __builtin_prefetch(from + AHEAD);
                 right[v] = weights_of(from);
             }
             for (int row = 0; row < ROWS; row++) {

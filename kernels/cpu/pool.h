@@ -1,6 +1,7 @@
 // Threads that work together, and how they share their work.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -22,16 +23,35 @@ inline void relax() {
 // Some tenths of a millisecond: far longer than a piece of work takes.
 constexpr int SPINS = 20000;
 
+// How many pieces a thread takes at once: a share of those that are left, so that all threads end together
+// (Polychronopoulos and Kuck 1987, guided self-scheduling), but from `least` to `most`.
+struct Grain {
+    int64_t least, most;
+};
+
 // Pieces of work that any thread takes. Nobody waits for a thread that the machine does not run at the moment, unless
 // it has a piece: where other programs use the cores as well, those threads that do run go on alone.
 class Pieces {
    public:
-    // Calls piece(i) once for each i below count, on whichever thread comes here, and returns when all have returned.
-    template <class Piece>
-    void run(int64_t count, Piece piece) {
-        for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) {
-            piece(i);
-            done_.fetch_add(1, std::memory_order_acq_rel);
+    // Calls span(first, last, next) until all pieces below count were in one, on whichever thread comes here, and
+    // returns when all calls have returned. next: where this thread's following span begins; count is none.
+    template <class Span>
+    void run(int64_t count, int threads, Grain grain, Span span) {
+        const auto take = [&](int64_t& last) {
+            int64_t first = next_.load(std::memory_order_relaxed);
+            do {
+                if (first >= count) return count;
+                const int64_t share = (count - first) / (2 * threads);
+                last = std::min(first + std::clamp(share, grain.least, grain.most), count);
+            } while (!next_.compare_exchange_weak(first, last, std::memory_order_relaxed));
+            return first;
+        };
+        int64_t next_last = 0;
+        for (int64_t next = take(next_last); next < count;) {
+            const int64_t first = next, last = next_last;
+            next = take(next_last);
+            span(first, last, next);
+            done_.fetch_add(last - first, std::memory_order_acq_rel);
         }
         for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) {
             if (spins < SPINS)

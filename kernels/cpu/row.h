@@ -57,15 +57,6 @@ inline vint at_least(vfloat x, float bound) {
 #endif
 }
 
-// reduce_max, which is called so often here that its comparisons, where they become jumps, are felt.
-inline float max_of(vfloat x) {
-#ifdef __AVX512F__
-    return _mm512_reduce_max_ps((__m512)x);
-#else
-    return reduce_max(x);
-#endif
-}
-
 class Row {
    public:
     // +inf counts as the largest number.
@@ -83,7 +74,7 @@ class Row {
             const float* from = s < whole_spans_ ? logits + s * SPAN : tail_;
             vfloat most = splat(-INF);
             for (int v = 0; v < VECTORS; v++) most = vmax(load(from + v * LANES), most);
-            maxima[s] = max_of(most);
+            maxima[s] = reduce_max(most);
             best = vmax(most, best);
         }
         best_ = reduce_max(best);

@@ -215,25 +215,27 @@ namespace {
 // One step's rows; each is a piece of work.
 class SampleRows : public manta::Job {
    public:
-    explicit SampleRows(const manta::SamplingBatch& batch) : batch_(batch) {}
+    SampleRows(int threads, const manta::SamplingBatch& batch) : threads_(threads), batch_(batch) {}
 
     void work() override {
         thread_local auto sampler = std::make_unique<manta::Sampler>();
-        rows_.run(batch_.rows, [&](int64_t row) { sampler->sample(batch_, row); });
+        rows_.run(batch_.rows, threads_, {1, 1}, [&](int64_t row, int64_t, int64_t) { sampler->sample(batch_, row); });
     }
 
    private:
+    const int threads_;
     const manta::SamplingBatch batch_;
     manta::Pieces rows_;
 };
 }  // namespace
 
 MANTA_API void manta_sample(void* pool, const manta::SamplingBatch* batch) {
-    const auto job = std::make_shared<SampleRows>(*batch);
+    auto& threads = *static_cast<manta::Pool*>(pool);
+    const auto job = std::make_shared<SampleRows>(threads.threads(), *batch);
     if (batch->rows == 1)  // the others would only be woken to find nothing
         job->work();
     else
-        static_cast<manta::Pool*>(pool)->run(job);
+        threads.run(job);
 }
 
 // The noise of given bits, by which tests compare it with its definition.

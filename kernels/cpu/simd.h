@@ -101,21 +101,35 @@ inline void store(int8_t* to, vint x) {
 #endif
 }
 
-inline vfloat vmax(vfloat a, vfloat b) { return a > b ? a : b; }
+inline vfloat vmax(vfloat a, vfloat b) {
+#ifdef __AVX512F__
+    return (vfloat)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 inline float reduce_add(vfloat x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float lanes[LANES];
     store(lanes, x);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
     return lanes[0];
+#endif
 }
 inline float reduce_max(vfloat x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float lanes[LANES];
     store(lanes, x);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
     return lanes[0];
+#endif
 }
 
 // e^x, exactly 0 below -87; two units in the last place. Cody-Waite reduction, then a polynomial of degree 6.
@@ -140,6 +154,46 @@ inline vfloat vexp(vfloat x) {
     return x < low ? vfloat{} : result;
 }
 
+constexpr float LOG2_E = 1.44269504088896341f;
+
+// 2^x, exactly 0 far below -126; its relative error is 2e-9 for a result that stays float32, 3e-6 for one that becomes
+// bfloat16. Minimax polynomials on [-1/2, 1/2] that are 1 at 0.
+template <class T>
+inline vfloat vexp2(vfloat x) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    const vfloat r = (vfloat)_mm512_reduce_ps((__m512)x, _MM_FROUND_NO_EXC);
+    const vfloat n = x - r;
+#else
+    const vfloat magic = splat(12582912.0f);  // adding it rounds to a whole number, which then stands in the low bits
+    vfloat clamped = x < splat(-126.0f) ? splat(-126.0f) : x;
+    clamped = clamped > splat(127.0f) ? splat(127.0f) : clamped;
+    const vfloat shifted = clamped + magic;
+    const vfloat r = clamped - (shifted - magic);
+#endif
+    vfloat p;
+    if constexpr (sizeof(T) == 4) {
+        p = splat(1.5353362e-4f);
+        p = p * r + 1.3398874e-3f;
+        p = p * r + 9.6184369e-3f;
+        p = p * r + 5.5503324e-2f;
+        p = p * r + 2.4022648e-1f;
+        p = p * r + 6.9314718e-1f;
+    } else {
+        p = splat(9.5828529e-3f);
+        p = p * r + 5.5906426e-2f;
+        p = p * r + 2.4024099e-1f;
+        p = p * r + 6.9312418e-1f;
+    }
+    p = p * r + 1.0f;
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    return (vfloat)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    const vint scale = ((vint)shifted << 23) + (127 << 23);
+    const vfloat result = p * (vfloat)scale;
+    return x < splat(-126.0f) ? vfloat{} : result;
+#endif
+}
+
 // ---- panels: the right-hand side of a product ----
 //
 // float32: [k][columns]; bfloat16: [k / 2][columns][2], so that one 32-bit lane holds two steps of k. Panels of int8
@@ -151,8 +205,6 @@ template <class T>
 constexpr int STEP = 1;  // values of k that one step takes
 template <>
 constexpr int STEP<bf16> = 2;
-
-constexpr int64_t AHEAD_BYTES = 4096;
 
 // One step of 16 columns in float32.
 inline vfloat floats(const float* b) { return load(b); }
@@ -177,18 +229,20 @@ inline vint pairs(const int8_t* b) {
 #endif
 }
 
-// acc[row][v] += sum over steps of a[row][step] * b[step][16 v ... 16 v + 15].
+// acc[row][v] += sum over steps of a[row][step] * b[v][step][0 ... 15].
 //
-// AHEAD fetches b into the cache AHEAD_BYTES before it is used: one panel of a weight lies behind the other.
-// a: rows of lda elements. b: each step is ldb elements on. The order of the sum is that of the steps, whatever ROWS
-// is: a row's result does not depend on which rows are computed with it.
-template <int ROWS, int VECTORS, bool AHEAD = false, class B>
-inline void multiply(const float* a, int64_t lda, const B* b, int64_t ldb, int64_t steps, vfloat (&acc)[ROWS][VECTORS]) {
-    for (int64_t s = 0; s < steps; s++, b += ldb) {
+// The order of the sum is that of the steps, whatever ROWS and VECTORS are: a row's result does not depend on which
+// rows are computed with it.
+//
+// a: rows of lda elements. b: where each vector's columns begin; each step is ldb elements on. fetch(step) may bring
+// into the cache what is needed later: memory is then read while the sums are computed.
+template <int ROWS, int VECTORS, class B, class Fetch>
+inline void multiply(const float* a, int64_t lda, const B* const (&b)[VECTORS], int64_t ldb, int64_t steps,
+                     vfloat (&acc)[ROWS][VECTORS], Fetch fetch) {
+    for (int64_t s = 0; s < steps; s++) {
         vfloat right[VECTORS];
-        for (int v = 0; v < VECTORS; v++) right[v] = floats(b + v * LANES);
-        if (AHEAD)
-            for (int v = 0; v < VECTORS; v++) __builtin_prefetch(b + AHEAD_BYTES / sizeof(B) + v * LANES);
+        for (int v = 0; v < VECTORS; v++) right[v] = floats(b[v] + s * ldb);
+        fetch(s);
         for (int row = 0; row < ROWS; row++) {
             vfloat left = splat(a[row * lda + s]);
             for (int v = 0; v < VECTORS; v++) acc[row][v] += left * right[v];
@@ -196,13 +250,13 @@ inline void multiply(const float* a, int64_t lda, const B* b, int64_t ldb, int64
     }
 }
 
-template <int ROWS, int VECTORS, bool AHEAD = false, class B>
-inline void multiply(const bf16* a, int64_t lda, const B* b, int64_t ldb, int64_t steps, vfloat (&acc)[ROWS][VECTORS]) {
-    for (int64_t s = 0; s < steps; s++, b += ldb) {
+template <int ROWS, int VECTORS, class B, class Fetch>
+inline void multiply(const bf16* a, int64_t lda, const B* const (&b)[VECTORS], int64_t ldb, int64_t steps,
+                     vfloat (&acc)[ROWS][VECTORS], Fetch fetch) {
+    for (int64_t s = 0; s < steps; s++) {
         vint right[VECTORS];
-        for (int v = 0; v < VECTORS; v++) right[v] = pairs(b + v * 2 * LANES);
-        if (AHEAD)
-            for (int v = 0; v < VECTORS; v++) __builtin_prefetch(b + AHEAD_BYTES / sizeof(B) + v * 2 * LANES);
+        for (int v = 0; v < VECTORS; v++) right[v] = pairs(b[v] + s * ldb);
+        fetch(s);
         for (int row = 0; row < ROWS; row++) {
             int32_t pair;
             memcpy(&pair, a + row * lda + 2 * s, 4);

@@ -84,10 +84,8 @@ class Step : public Job {
    private:
     template <class Row>
     void each_row(Pieces& pieces, Row row) {
-        const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(16, batch_.tokens / (2 * threads_)));
-        pieces.run((batch_.tokens + grain - 1) / grain, [&](int64_t piece) {
-            const int64_t last = std::min((piece + 1) * grain, batch_.tokens);
-            for (int64_t token = piece * grain; token < last; token++) row(token);
+        pieces.run(batch_.tokens, threads_, {1, 16}, [&](int64_t first, int64_t last, int64_t) {
+            for (int64_t token = first; token < last; token++) row(token);
         });
     }
 
@@ -142,24 +140,20 @@ class Step : public Job {
         const int64_t panels = op.epilogue == SILU_AND_MULTIPLY ? (op.out_features + LANES - 1) / LANES
                                                                 : (columns + PANEL - 1) / PANEL;
         const int64_t row_tiles = (batch_.tokens + ROW_TILE - 1) / ROW_TILE;
-        // A few panels at a time, which lie one behind the other in memory.
-        const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(8, panels / (4 * threads_)));
-        const int64_t groups = (panels + grain - 1) / grain;
-        pieces.run(row_tiles * groups, [&](int64_t item) {
-            const int64_t first_row = item / groups * ROW_TILE;
-            const int64_t last_row = std::min(first_row + ROW_TILE, batch_.tokens);
-            const int64_t first = item % groups * grain;
-            for (int64_t panel = first; panel < std::min(first + grain, panels); panel++)
-                apply(op, panel, first_row, last_row);
+        // Panels of a span lie one behind the other in memory.
+        pieces.run(row_tiles * panels, threads_, {2, panels}, [&](int64_t first, int64_t last, int64_t next) {
+            for (int64_t item = first; item < last; item++) {
+                const int64_t first_row = item / panels * ROW_TILE;
+                const int64_t last_row = std::min(first_row + ROW_TILE, batch_.tokens);
+                apply(op, item % panels, (item + 1 < last ? item + 1 : next) % panels, first_row, last_row);
+            }
         });
     }
 
-    void apply(const Operation& op, int64_t panel, int64_t first_row, int64_t last_row) {
+    // next: the panel that this thread needs afterwards.
+    void apply(const Operation& op, int64_t panel, int64_t next, int64_t first_row, int64_t last_row) {
         switch (op.format) {
-            case PANELS:
-                for (int64_t row = first_row; row < last_row; row += MAX_ROWS)
-                    product<MAX_ROWS>(op, panel, row, int(std::min<int64_t>(MAX_ROWS, last_row - row)));
-                break;
+            case PANELS: apply_panel(op, panel, next, first_row, last_row); break;
             case INT8:
                 apply_int8(op, panel, first_row, last_row, static_cast<const T*>(op.input), op.in_features);
                 break;
@@ -167,6 +161,20 @@ class Step : public Job {
                 apply_int8(op, panel, first_row, last_row, static_cast<const Int8Activations*>(op.input),
                            groups_of(op.in_features));
                 break;
+        }
+    }
+
+    // The next panel is fetched meanwhile: all of it in one pass, or one half in each of the first two.
+    void apply_panel(const Operation& op, int64_t panel, int64_t next, int64_t first_row, int64_t last_row) {
+        const int64_t size = (op.in_features + STEP<T> - 1) / STEP<T> * STEP<T> * PANEL;
+        const T* weight = static_cast<const T*>(op.weight);
+        const T* ahead = weight + next * size;
+        if (last_row - first_row <= MAX_ROWS)
+            return product<MAX_ROWS, 2>(op, weight + panel * size, ahead, panel, first_row, int(last_row - first_row));
+        for (int64_t row = first_row; row < last_row; row += MAX_ROWS) {
+            const int rows = int(std::min<int64_t>(MAX_ROWS, last_row - row));
+            product<MAX_ROWS, 1>(op, weight + panel * size, ahead, panel, row, rows);
+            ahead = row == first_row ? ahead + size / 2 : weight + panel * size;
         }
     }
 
@@ -187,19 +195,24 @@ class Step : public Job {
         });
     }
 
-    template <int ROWS>
-    void product(const Operation& op, int64_t panel, int64_t row, int rows) {
+    // LINES: how many cache lines of `ahead` are fetched with each step.
+    template <int ROWS, int LINES>
+    void product(const Operation& op, const T* weight, const T* ahead, int64_t panel, int64_t row, int rows) {
         if constexpr (ROWS > 0) {
-            if (rows < ROWS) return product<ROWS - 1>(op, panel, row, rows);
+            if (rows < ROWS) return product<ROWS - 1, LINES>(op, weight, ahead, panel, row, rows);
             const int64_t steps = (op.in_features + STEP<T> - 1) / STEP<T>;
-            const T* a = static_cast<const T*>(op.input) + row * op.in_features;
-            const T* b = static_cast<const T*>(op.weight) + panel * steps * STEP<T> * PANEL;
+            const T* columns[2] = {weight, weight + LANES * STEP<T>};
             vfloat acc[ROWS][2];
             for (int v = 0; v < 2; v++) {
                 vfloat start = op.bias ? load(op.bias + panel * PANEL + v * LANES) : vfloat{};
                 for (int r = 0; r < ROWS; r++) acc[r][v] = start;
             }
-            multiply<ROWS, 2, true>(a, op.in_features, b, PANEL * STEP<T>, steps, acc);
+            multiply(static_cast<const T*>(op.input) + row * op.in_features, op.in_features, columns, PANEL * STEP<T>,
+                     steps, acc, [&](int64_t step) {
+                         // To the second cache level: the first one is full of this panel.
+                         for (int line = 0; line < LINES; line++)
+                             __builtin_prefetch(ahead + (step * LINES + line) * LANES * STEP<T>, 0, 2);
+                     });
             for (int r = 0; r < ROWS; r++) finish(op, panel, row + r, acc[r]);
         }
     }
@@ -207,7 +220,7 @@ class Step : public Job {
     static void finish(const Operation& op, int64_t panel, int64_t row, const vfloat (&sums)[2]) {
         if (op.epilogue == SILU_AND_MULTIPLY) {
             vfloat gate = sums[0];
-            vfloat gated = gate / (1.0f + vexp(-gate)) * sums[1];
+            vfloat gated = gate / (1.0f + vexp2<T>(gate * -LOG2_E)) * sums[1];
             put(static_cast<T*>(op.output) + row * op.out_features, gated, panel * LANES, op.out_features);
             return;
         }
@@ -281,7 +294,7 @@ class Step : public Job {
         const int64_t group = op.heads / op.kv_heads, width = (op.heads + 2 * op.kv_heads) * op.head_dim;
         const int64_t tile_count = tile_start_.back();
         const T* queries = static_cast<const T*>(op.input);
-        pieces.run(tile_count * op.kv_heads, [&](int64_t item) {
+        const auto tile_of = [&](int64_t item) {
             // The last ones see most keys: they are begun first.
             const int64_t index = tile_count - 1 - item / op.kv_heads;
             const int64_t request =
@@ -305,15 +318,20 @@ class Step : public Job {
                 tile.out[row] = static_cast<T*>(op.output) + ((start + token) * op.heads + head) * op.head_dim;
                 tile.position[row] = tile.context - tokens + token;
             }
-            dispatch<MAX_ROWS>(tile, scratch);
+            return tile;
+        };
+        const int64_t count = tile_count * op.kv_heads;
+        pieces.run(count, threads_, {1, 1}, [&](int64_t item, int64_t, int64_t next) {
+            const Tile<T> tile = tile_of(item);
+            dispatch<MAX_ROWS>(tile, next < count ? tile_of(next) : tile, scratch);
         });
     }
 
     template <int ROWS>
-    static void dispatch(const Tile<T>& tile, AttentionScratch<T>& scratch) {
+    static void dispatch(const Tile<T>& tile, const Tile<T>& following, AttentionScratch<T>& scratch) {
         if constexpr (ROWS > 0) {
-            if (tile.rows < ROWS) return dispatch<ROWS - 1>(tile, scratch);
-            attend<ROWS>(tile, scratch);
+            if (tile.rows < ROWS) return dispatch<ROWS - 1>(tile, following, scratch);
+            attend<ROWS>(tile, following, scratch);
         }
     }
 
