@@ -38,6 +38,7 @@ format: setup
 test: lint
 	$(BIN)/python -m pytest
 
-# JSON=FILE writes the figures; each engine gets a virtual environment of its own in the cache folder.
+# JSON=FILE writes the figures. Each engine gets a virtual environment of its own in the cache folder (minutes, once);
+# TORCH_INDEX_URL is where a CPU build of torch comes from where the usual index has none.
 bench-peers: setup
 	$(BIN)/python -m tests.perf.peers $(if $(JSON),--json $(JSON))

@@ -116,6 +116,7 @@ class IngressDeployment:
         # The weights are the replicas' business.
         model_config = load_model_config(engine, weights=False)
         tokenizer = load_tokenizer(model_config.path)
+        tokenizer.prepare_chats()
         processor = Processor(
             model_config,
             tokenizer,

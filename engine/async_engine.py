@@ -31,6 +31,7 @@ class AsyncEngine:
         config = EngineConfig.from_args(model, engine_args)
         self.core = AsyncEngineCore.from_config(config, clock=clock)
         self.tokenizer: Tokenizer = load_tokenizer(self.core.model_config.path)
+        self.tokenizer.prepare_chats()
         self._processor = Processor(
             self.core.model_config,
             self.tokenizer,

@@ -158,10 +158,11 @@ class ModelConfig:
     """What the engine has to know of a model; made by `engine.hub.load_model_config`.
 
     Attributes:
-        name: as the user named it; with revision, kv dtype and block size the root of block hashes.
+        name: as the user named it; with revision, dtype, quantization and block size the root of block hashes.
         path: the folder (or the .gguf file) that holds it.
         architecture: transformers' class name, `LlamaForCausalLM`.
         max_model_len: longest prompt plus output in tokens that this engine serves.
+        quantization: of dense weights; keys and values follow from it.
         head_dim: of queries, keys and values.
         sliding_window: keys that a token sees in a layer, itself included; None sees all. One entry a layer.
         qk_norm: queries and keys are RMS-normed per head before the rotation.
@@ -181,6 +182,7 @@ class ModelConfig:
     head_dim: int
     max_model_len: int
     dtype: DType
+    quantization: Quantization | None = None
     revision: str | None = None
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from engine.config import DTYPE_BYTES, ROPE_TYPES, DType, EngineConfig, ModelConfig, RopeConfig
@@ -16,6 +17,8 @@ from engine.sampling_params import InvalidParameter, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    Fields = PretrainedConfig | SimpleNamespace
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "FetchError", "fetch_demo", "load_model_config", "resolve_model"]
 
@@ -30,6 +33,19 @@ SUPPORTED_ARCHITECTURES: dict[str, str] = {
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _OTHER_WEIGHTS = ("original/*", "consolidated*")  # the same weights once more, as the publisher had them
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_PLAIN_FIELDS: dict[str, type] = {
+    "vocab_size": int,
+    "hidden_size": int,
+    "intermediate_size": int,
+    "num_hidden_layers": int,
+    "num_attention_heads": int,
+    "num_key_value_heads": int,
+    "head_dim": int,
+    "max_position_embeddings": int,
+    "rms_norm_eps": float,
+    "tie_word_embeddings": bool,
+}
+_OLD_NAMES = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype"}
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -108,12 +124,14 @@ def load_model_config(config: EngineConfig, *, weights: bool = True) -> ModelCon
     raw = {} if path.is_file() else _read_json(path / "config.json")
     if raw:
         _check_supported(config.model, raw)
-    hf = _transformers_config(config.model, path)
+    hf = _plain_config(raw) or _transformers_config(config.model, path)
     architecture = _architecture(config.model, hf)
     if getattr(hf, "hidden_act", "silu") != "silu":
         raise InvalidParameter.of("model", config.model, f"its activation {hf.hidden_act!r} is not supported; silu is")
     generation = {} if path.is_file() else _read_json(path / "generation_config.json")
     heads = hf.num_attention_heads
+    if not isinstance(heads, int) or heads < 1:
+        raise InvalidParameter("model", f"{config.model}: num_attention_heads is {heads!r}, and must be at least 1")
     rope = _rope(config.model, hf)
     bias = bool(getattr(hf, "attention_bias", False))
     eos = _ids(hf.eos_token_id if path.is_file() else raw.get("eos_token_id"))
@@ -132,6 +150,7 @@ def load_model_config(config: EngineConfig, *, weights: bool = True) -> ModelCon
         head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
         max_model_len=_max_model_len(config, hf.max_position_embeddings, rope),
         dtype=_dtype(config, hf),
+        quantization=config.quantization,
         rms_norm_eps=hf.rms_norm_eps,
         rope=rope,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
@@ -177,6 +196,33 @@ def _check_supported(name: str, raw: dict[str, Any]) -> None:
         raise InvalidParameter.of("model", name, f"its weights are quantized ({method}), which is not supported")
 
 
+def _plain_config(raw: dict[str, Any]) -> SimpleNamespace | None:
+    """A config.json that states what the engine asks, under today's names, as transformers' own of late do.
+
+    None for any other: defaults, older names, windows and scaled rotary embeddings are transformers' to read. Its
+    import takes as long as that of torch.
+    """
+    model_type = raw.get("model_type")
+    rope = raw.get("rope_parameters")
+    if model_type not in SUPPORTED_ARCHITECTURES.values() or raw.keys() & _OLD_NAMES:
+        return None
+    if any(type(raw.get(field)) is not kind for field, kind in _PLAIN_FIELDS.items()):
+        return None
+    if any(type(raw.get(field, False)) is not bool for field in ("attention_bias", "mlp_bias")):
+        return None
+    if raw.get("hidden_act") != "silu" or raw.get("dtype") not in list(DTYPE_BYTES):
+        return None
+    if raw.get("sliding_window") is not None or ("sliding_window" not in raw and model_type != "llama"):
+        return None
+    if not isinstance(rope, dict) or rope.keys() != {"rope_type", "rope_theta"} or rope["rope_type"] != "default":
+        return None
+    if type(rope["rope_theta"]) not in (int, float):
+        return None
+    if raw["num_attention_heads"] < 1 or raw["hidden_size"] % raw["num_attention_heads"]:
+        return None
+    return SimpleNamespace(**raw)
+
+
 def _transformers_config(name: str, path: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
@@ -188,7 +234,7 @@ def _transformers_config(name: str, path: Path) -> PretrainedConfig:
         raise InvalidParameter.of("model", name, f"its config cannot be read: {error}") from error
 
 
-def _architecture(name: str, hf: PretrainedConfig) -> str:
+def _architecture(name: str, hf: Fields) -> str:
     for architecture, model_type in SUPPORTED_ARCHITECTURES.items():
         if hf.model_type == model_type:
             return architecture
@@ -196,7 +242,7 @@ def _architecture(name: str, hf: PretrainedConfig) -> str:
     raise InvalidParameter.of("model", name, f"its type {hf.model_type!r} is not supported; these are: {known}")
 
 
-def _rope(name: str, hf: PretrainedConfig) -> RopeConfig:
+def _rope(name: str, hf: Fields) -> RopeConfig:
     scaling = dict(hf.rope_parameters or {})
     theta = scaling.pop("rope_theta", None)
     rope_type = scaling.pop("rope_type", "default")
@@ -228,7 +274,7 @@ def _max_model_len(config: EngineConfig, positions: int, rope: RopeConfig) -> in
     return config.max_model_len or limit
 
 
-def _dtype(config: EngineConfig, hf: PretrainedConfig) -> DType:
+def _dtype(config: EngineConfig, hf: Fields) -> DType:
     if config.dtype != "auto":
         return config.dtype
     named = getattr(hf, "dtype", None)
@@ -240,7 +286,7 @@ def _dtype(config: EngineConfig, hf: PretrainedConfig) -> DType:
     return dtype  # type: ignore[return-value]
 
 
-def _sliding_window(hf: PretrainedConfig) -> tuple[int | None, ...]:
+def _sliding_window(hf: Fields) -> tuple[int | None, ...]:
     """One entry a layer. Mistral's window holds for all of them, Qwen's for those that layer_types names."""
     layers = hf.num_hidden_layers
     window = getattr(hf, "sliding_window", None)
@@ -266,8 +312,20 @@ def _tokenizer_eos(folder: Path) -> set[int]:
     for number, token in settings.get("added_tokens_decoder", {}).items():
         if token.get("content") == text:
             return {int(number)}
-    tokens = _read_json(folder / "tokenizer.json").get("added_tokens", [])
-    return {token["id"] for token in tokens if token.get("content") == text}
+    return {token["id"] for token in _added_tokens(folder / "tokenizer.json") if token.get("content") == text}
+
+
+def _added_tokens(path: Path) -> list[dict[str, Any]]:
+    """That list of a tokenizer.json alone: some lines of megabytes, and the first list of this name."""
+    if not path.is_file():
+        return []
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
+        tokens: list[dict[str, Any]] = json.JSONDecoder().raw_decode(text, found.end())[0] if found else []
+    except ValueError as error:
+        raise InvalidParameter("model", f"{path} is not valid JSON: {error}") from error
+    return tokens
 
 
 def _generation_defaults(name: str, generation: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,21 @@ from typing import TYPE_CHECKING, Any
 from engine.sampling_params import InvalidParameter
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
+
+_PLAIN_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}  # two names of one class
+_NAMED_TOKENS = {"bos_token", "eos_token", "pad_token", "unk_token"}
+_INERT_SETTINGS = {
+    "backend",
+    "chat_template",
+    "clean_up_tokenization_spaces",
+    "is_local",
+    "local_files_only",
+    "model_max_length",
+    "tokenizer_class",
+}
+"""Of tokenizer_config.json: what leaves a tokenizer.json as it is."""
 
 _TOKENWISE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
@@ -24,9 +38,54 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises:
         InvalidParameter: there is none, or it is of a kind that is not supported.
     """
+    if (backend := _plain_backend(path)) is not None:
+        return Tokenizer(backend, lambda: _plain_tokenizer(path))
+    hf = _transformers_tokenizer(path)
+    return Tokenizer(hf.backend_tokenizer, lambda: hf)
+
+
+def _plain_backend(folder: Path) -> Backend | None:
+    """A tokenizer.json, where it is all that transformers would make of the folder's files.
+
+    None for any other: classes that build a tokenizer of their own, tokens and settings that are written elsewhere, and
+    what cannot be read are transformers' business. Its import takes as long as that of torch.
+    """
+    if not (folder / "tokenizer.json").is_file() or any(
+        (folder / name).exists() for name in ("special_tokens_map.json", "added_tokens.json")
+    ):
+        return None
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if model_type != "llama" or settings["tokenizer_class"] not in _PLAIN_CLASSES:
+            return None  # of the supported model types, Llama's alone has no class of its own
+        backend = Backend.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # the library raises nothing more special; transformers will say what is wrong
+        return None
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    named = [settings[name] for name in _NAMED_TOKENS if settings.get(name) is not None]
+    if settings.keys() - _NAMED_TOKENS - _INERT_SETTINGS or any(token not in special for token in named):
+        return None
+    return None if backend.post_processor is None or backend.padding is not None else backend
+
+
+def _plain_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """What AutoTokenizer gives for a folder with a plain backend, without what it imports to read the config."""
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # it raises whatever its readers happen to
+        raise InvalidParameter("model", f"{folder} has no tokenizer that can be loaded: {error}") from error
+
+
+def _transformers_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     try:
+        hf: Any
         if path.is_file():
             hf = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
         else:
@@ -35,25 +94,30 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise InvalidParameter("model", f"{path} has no tokenizer that can be loaded: {error}") from error
     if not hf.is_fast:
         raise InvalidParameter("model", f"{path} has no fast tokenizer (tokenizer.json)")
-    return Tokenizer(hf)
+    tokenizer: PreTrainedTokenizerFast = hf
+    return tokenizer
 
 
 class Tokenizer:
     """A model's tokenizer. Nothing in it changes with use but caches, so that threads may share it.
 
     The tokenizers library is called beneath transformers, whose own methods set truncation and padding on the shared
-    object at each call.
+    object at each call; chat templates are transformers' to render.
 
     Attributes:
-        hf: transformers' object.
         vocab_size: tokens that it knows, added ones included. The model's vocabulary may be larger.
         is_byte_level: its tokens are pieces of UTF-8; otherwise each is a text of its own, save `<0xE2>` and the like.
         longest_token: in characters; a text has at least as many tokens as this goes into it.
     """
 
-    def __init__(self, hf: Any) -> None:
-        self.hf: PreTrainedTokenizerFast = hf
-        self._backend = hf.backend_tokenizer
+    def __init__(self, backend: Backend, load_hf: Callable[[], PreTrainedTokenizerFast]) -> None:
+        """
+        Args:
+            backend: the tokenizers library's object, which is changed: its truncation and padding are taken away.
+            load_hf: gives transformers' object, and is called when it is first needed.
+        """
+        self._backend = backend
+        self._load_hf = load_hf
         self._backend.no_truncation()
         self._backend.no_padding()
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
@@ -67,9 +131,15 @@ class Tokenizer:
         self._special = frozenset(id for id, token in self._backend.get_added_tokens_decoder().items() if token.special)
         self._bytes: dict[int, bytes] = {}
         self._pieces: dict[int, str] = {}
-        # What clients may not choose through template arguments: how the result is made.
-        arguments = frozenset(inspect.signature(hf.apply_chat_template).parameters)
-        self._reserved = arguments - {"documents", "kwargs"} | {"messages"}
+
+    @cached_property
+    def hf(self) -> PreTrainedTokenizerFast:
+        """Transformers' object. Where nothing has needed it before, that takes about half a second."""
+        return self._load_hf()
+
+    def prepare_chats(self) -> None:
+        """Loads what renders chats, which the first one would otherwise wait for."""
+        _ = self.hf
 
     # ---- text → tokens ----
 
@@ -123,7 +193,9 @@ class Tokenizer:
         variables = {} if variables is None else variables
         if not isinstance(variables, Mapping):
             raise InvalidParameter.of("chat_template_kwargs", variables, "must be an object")
-        if reserved := self._reserved & variables.keys():
+        # What clients may not choose through template arguments: how the result is made.
+        arguments = inspect.signature(self.hf.apply_chat_template).parameters.keys() - {"documents", "kwargs"}
+        if reserved := (arguments | {"messages"}) & variables.keys():
             raise InvalidParameter("chat_template_kwargs", f"chat_template_kwargs: {min(reserved)!r} cannot be set")
         from jinja2 import TemplateSyntaxError
 

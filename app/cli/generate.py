@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from app.cli.errors import fail, user_errors
-from app.cli.sampling import Seed, Stop, Temperature, TopK, TopP
+from app.cli.sampling import MODELS, Seed, Stop, Temperature, TopK, TopP
 
 if TYPE_CHECKING:
     from engine import LLM, RequestOutput, SamplingParams
@@ -34,9 +34,7 @@ def generate(
     stop: Stop = None,
     n: Annotated[int, typer.Option(help="Completions for each prompt.")] = 1,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt plus output. [default: the model's]")
-    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output.", show_default=MODELS)] = None,
 ) -> None:
     """Complete prompts on this machine, all of them in one batch."""
     with user_errors():

@@ -14,15 +14,13 @@ STARTUP_PHASES = ("imports", "config", "kernels", "weights", "kv_cache", "tokeni
 def measure_startup(model: str, engine_args: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of each of STARTUP_PHASES for this process, which must not have used the engine before.
 
-    The config's part includes what transformers imports to read one.
+    The parts of config and tokenizer include transformers' imports, for models that need them.
 
     Raises:
         InvalidParameter: as LLM does.
     """
     recorder = SpanRecorder()
     started = time.perf_counter()
-    import transformers  # noqa: F401  (the tokenizer and the config need it anyway)
-
     import engine.core
     import engine.executor.uniproc
     import engine.llm

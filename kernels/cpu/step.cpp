@@ -321,9 +321,13 @@ class Step : public Job {
             return tile;
         };
         const int64_t count = tile_count * op.kv_heads;
-        pieces.run(count, threads_, {1, 1}, [&](int64_t item, int64_t, int64_t next) {
-            const Tile<T> tile = tile_of(item);
-            dispatch<MAX_ROWS>(tile, next < count ? tile_of(next) : tile, scratch);
+        // Heads of one block lie side by side.
+        pieces.run(count, threads_, {1, op.kv_heads}, [&](int64_t first, int64_t last, int64_t next) {
+            for (int64_t item = first; item < last; item++) {
+                const int64_t after = item + 1 < last ? item + 1 : next;
+                const Tile<T> tile = tile_of(item);
+                dispatch<MAX_ROWS>(tile, after < count ? tile_of(after) : tile, scratch);
+            }
         });
     }
 

@@ -41,4 +41,5 @@ def sentencepiece_like(decoder: str) -> Tokenizer:
     backend.add_special_tokens([AddedToken(SPECIAL, special=True)])
     if (made := DECODERS[decoder]()) is not None:
         backend.decoder = made
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL))
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL)
+    return Tokenizer(hf.backend_tokenizer, lambda: hf)

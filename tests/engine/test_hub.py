@@ -206,8 +206,10 @@ def test_end_of_sequence_is_the_union_of_all_that_name_one(tmp_path: Path) -> No
     files = {"generation_config.json": {"eos_token_id": [3, 5, 100]}, "tokenizer_config.json": tokens}
     assert load(tmp_path, LLAMA | {"eos_token_id": 3}, files).eos_token_ids == (3, 5, 9)  # 100 is no token of it
     files["tokenizer_config.json"] = {"eos_token": {"content": "<end>"}}
-    files["tokenizer.json"] = {"added_tokens": [{"id": 7, "content": "<end>"}]}
+    files["tokenizer.json"] = {"version": "1.0", "added_tokens": [{"id": 7, "content": "<end>"}], "model": {}}
     assert load(tmp_path, LLAMA, files).eos_token_ids == (3, 5, 7)
+    files["tokenizer.json"] = {"model": {"vocab": {"added_tokens": 6, '"added_tokens": [': 7}}}
+    assert load(tmp_path, LLAMA, files).eos_token_ids == (3, 5)
 
 
 def test_a_config_that_names_no_end_gets_none_by_default(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from engine.sampling_params import InvalidParameter
 from engine.tokenizer import Tokenizer, load_tokenizer
@@ -34,6 +37,108 @@ def with_template(folder: Path, target: Path, template: str | None, bos: bool = 
         }
         (target / "tokenizer.json").write_text(json.dumps(tokenizer))
     return load_tokenizer(target)
+
+
+TEXTS = [
+    "",
+    " ",
+    "\n\n  two  spaces\t",
+    "naïve café 日本語 \N{GRINNING FACE}\N{ZERO WIDTH JOINER}\N{LEFT-TO-RIGHT MARK}",
+    "<|im_start|>user\nHi<|im_end|>",
+    "<|im_start|> <|IM_END|><|im_end",
+    " <|endoftext|> x<|endoftext|>",
+    "don't . , ! ( a n't",
+    "1234567890 0x1F e\u0301 \x00\x7f\ufffd",
+    "a" * 3000,
+]
+CHATS: list[list[dict[str, Any]]] = [
+    HELLO,
+    [{"role": "system", "content": ""}, *HELLO, {"role": "assistant", "content": " Hi <|im_end|> é "}],
+    [{"role": "user", "content": "x", "name": None}, {"role": "made up", "content": "\n"}],
+]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_plain_folder_gives_transformers_ids_texts_and_prompts(demo_folder: Path, tmp_path: Path, bos: bool) -> None:
+    template = "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ unk_token }}{{ cls_token }}{{ messages[-1].content }}"
+    ours = with_template(demo_folder, tmp_path, template if bos else None, bos=bos)
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(ours.hf) is type(theirs)
+    assert ours.hf.special_tokens_map == theirs.special_tokens_map
+    assert ours.vocab_size == len(theirs)
+    for text in TEXTS:
+        for add in (False, True):
+            ids = theirs.encode(text, add_special_tokens=add)
+            assert ours.encode(text, add_special_tokens=add) == ids
+            for skip in (False, True):
+                expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+                assert ours.decode(ids, skip_special_tokens=skip) == expected
+    if not bos:
+        return
+    for chat in CHATS:
+        expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert ours.render_chat(chat) == expected
+
+
+def test_the_demos_chat_prompts_are_transformers(demo: Tokenizer, demo_folder: Path) -> None:
+    theirs: Any = AutoTokenizer.from_pretrained(demo_folder)
+    for chat in CHATS:
+        for opened in (False, True):
+            expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=opened)
+            assert demo.render_chat(chat, add_generation_prompt=opened) == expected
+            ids = theirs.encode(expected, add_special_tokens=False)
+            assert demo.apply_chat_template(chat, add_generation_prompt=opened) == ids
+
+
+def changed(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        content = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed("tokenizer_config.json", lambda c: c.update(pad_token="<new>")),
+        changed("tokenizer_config.json", lambda c: c.update(mask_token="<new>")),
+        changed("tokenizer_config.json", lambda c: c.update(extra_special_tokens=["<new>"])),
+        changed("tokenizer_config.json", lambda c: c.update(bos_token={"__type": "AddedToken", "content": "<new>"})),
+        changed("tokenizer_config.json", lambda c: c.update(added_tokens_decoder={"49152": {"content": "<new>"}})),
+        changed("tokenizer_config.json", lambda c: c.update(split_special_tokens=True)),
+        changed("tokenizer_config.json", lambda c: c.update(tokenizer_class="LlamaTokenizer")),
+        changed("tokenizer_config.json", lambda c: c.pop("tokenizer_class")),
+        changed("special_tokens_map.json", lambda c: c.update(eos_token="<new>")),
+        changed("added_tokens.json", lambda c: c.update({"<new>": 49152})),
+        changed("tokenizer.json", lambda c: c.update(post_processor=None)),
+        changed("config.json", lambda c: c.update(model_type="qwen2", architectures=["Qwen2ForCausalLM"])),
+        lambda folder: (folder / "tokenizer_config.json").unlink(),
+        lambda folder: (folder / "config.json").unlink(),
+    ],
+)
+def test_what_transformers_makes_of_other_folders_is_kept(
+    demo_folder: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(demo_folder / name, tmp_path)
+    change(tmp_path)
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(ours.hf) is type(theirs)
+    assert ours.vocab_size == len(theirs)
+    for text in (*TEXTS, "a<new> b", "<|im_start|>"):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_a_tokenizer_json_that_cannot_be_read_is_refused_by_name(demo_folder: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer_config.json", "config.json"):
+        shutil.copy(demo_folder / name, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InvalidParameter, match=str(tmp_path)):
+        load_tokenizer(tmp_path)
 
 
 def test_text_survives_a_round_trip(demo: Tokenizer) -> None:

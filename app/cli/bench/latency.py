@@ -12,6 +12,7 @@ from app.cli.bench.options import (
     InputLen,
     Json,
     Model,
+    OutputLen,
     Plot,
     Seed,
     SharedPrefix,
@@ -36,9 +37,7 @@ def latency(
     trace: Trace = None,
     batch_size: Annotated[int, typer.Option("--batch-size", "--num-prompts", min=1, help="Requests at once.")] = 8,
     input_len: InputLen = 32,
-    output_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of each output.", show_default="128, or the trace's")
-    ] = None,
+    output_len: OutputLen = None,
     shared_prefix: SharedPrefix = 0,
     num_iters: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 10,
     warmup: Warmup = 2,
@@ -60,28 +59,22 @@ def latency(
     with checked((json,), plot):
         config = engine_config(model, dtype, seed, ctx.args)
 
-        from app.cli.bench.offline import load, read_items, run_rounds
+        from app.cli.bench.offline import measure
         from app.cli.bench.report import PERCENTILES, percentiles, show, show_efficiency, write_json
-        from app.cli.bench.roofline import efficiency
 
-        llm, machine = load(config)
-        with llm:
-            items = read_items(
-                llm,
-                input,
-                trace,
-                count=batch_size,
-                random_count=batch_size,
-                input_len=input_len,
-                output_len=output_len,
-                default_output_len=128,
-                shared_prefix=shared_prefix,
-                seed=seed,
-            )
-            rounds = run_rounds(llm, items, warmup, num_iters)
-            near = efficiency(llm.model_config, machine, [step for each in rounds for step in each.steps])
+        measured = measure(
+            config,
+            input,
+            trace,
+            count=batch_size,
+            input_len=input_len,
+            output_len=output_len,
+            shared_prefix=shared_prefix,
+            warmup=warmup,
+            num_iters=num_iters,
+        )
         values: dict[str, list[float]] = {"e2e_s": [], "ttft_s": [], "tpot_s": [], "batch_s": []}
-        for each in rounds:
+        for each in measured.rounds:
             values["batch_s"].append(each.seconds)
             for output in each.outputs:
                 timing = output.timing
@@ -97,9 +90,12 @@ def latency(
         rows = [
             [LABELS[name], *(f"{each[column]:.4f}" for column in columns)] for name, each in figures.items() if each
         ]
-        show(f"Latency: {len(items)} requests at once, {num_iters} rounds", ("", *columns), rows)
-        show_efficiency(machine, near)
-        write_json(json, "latency", ctx.params, config, machine, {"efficiency": near, **figures})
+        count = len(measured.rounds[0].outputs)
+        show(f"Latency: {count} requests at once, {num_iters} rounds", ("", *columns), rows)
+        show_efficiency(measured.machine, measured.efficiency)
+        write_json(
+            json, "latency", ctx.params, config, measured.machine, {"efficiency": measured.efficiency, **figures}
+        )
         if plot is not None:
             from app.cli.bench.plot import plot_distributions
 

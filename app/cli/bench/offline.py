@@ -7,14 +7,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from app.cli.bench.options import as_args
-from app.cli.bench.roofline import Machine, measure_machine
+from app.cli.bench.roofline import Machine, efficiency, measure_machine
 from app.cli.bench.workload import Item, file_items, fitted, random_items, trace_items
 from engine import LLM, EngineConfig, RequestOutput, SamplingParams, StepProfiler, StepRecord
 from engine.hub import load_model_config
+
+RANDOM_COUNT = 32
+OUTPUT_LEN = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,15 @@ class Round:
         return sum(len(output.outputs[0].token_ids) for output in self.outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The rounds of a workload, and how near they came to the machine: see `roofline.efficiency`."""
+
+    machine: Machine
+    rounds: list[Round]
+    efficiency: dict[str, Any]
+
+
 def load(config: EngineConfig) -> tuple[LLM, Machine]:
     """The engine, and what the machine can do while that is not there yet.
 
@@ -54,38 +67,71 @@ def load(config: EngineConfig) -> tuple[LLM, Machine]:
     return LLM(config.model, clock=time.perf_counter, **as_args(config)), machine
 
 
-def read_items(
+def run(llm: LLM, items: Sequence[Item], *, use_tqdm: bool) -> Round:
+    """All items at once, greedily, each to its output length."""
+    llm.reset_prefix_cache()
+    params = [SamplingParams(temperature=0, max_tokens=item.output_len, ignore_eos=True) for item in items]
+    started = time.perf_counter()
+    with StepProfiler(llm.core) as profiler:
+        outputs = llm.generate([list(item.prompt_token_ids) for item in items], params, use_tqdm=use_tqdm)
+    return Round(time.perf_counter() - started, outputs, profiler.steps)
+
+
+def measure(
+    config: EngineConfig,
+    source: str,
+    trace: Path | None,
+    *,
+    count: int | None,
+    input_len: int,
+    output_len: int | None,
+    shared_prefix: int,
+    warmup: int,
+    num_iters: int,
+) -> Measured:
+    """Runs the workload that a benchmark's options describe.
+
+    Args:
+        source: `random`, or a file of prompts; a trace goes before it.
+        count: most requests; None is all of a file or trace, and RANDOM_COUNT random ones.
+        output_len: None is what a trace says, and OUTPUT_LEN otherwise.
+        warmup: rounds before those that count.
+
+    Raises:
+        InvalidParameter, FetchError: see LLM; or a file or trace is not what it should be.
+        OSError: it cannot be read.
+    """
+    llm, machine = load(config)
+    with llm:
+        items = _read_items(
+            llm, source, trace, count=count, input_len=input_len, output_len=output_len, shared_prefix=shared_prefix
+        )
+        rounds = [run(llm, items, use_tqdm=sys.stderr.isatty()) for _ in range(warmup + num_iters)][warmup:]
+        near = efficiency(llm.model_config, machine, [step for each in rounds for step in each.steps])
+    return Measured(machine, rounds, near)
+
+
+def _read_items(
     llm: LLM,
     source: str,
     trace: Path | None,
     *,
     count: int | None,
-    random_count: int,
     input_len: int,
     output_len: int | None,
-    default_output_len: int,
     shared_prefix: int,
-    seed: int,
 ) -> list[Item]:
-    """The workload that the options describe, cut to the model's context.
-
-    Args:
-        count: most requests; None is all of a file or trace, and random_count random ones.
-        output_len: None is what a trace says, and default_output_len otherwise.
-
-    Raises:
-        InvalidParameter: a file or trace is not what it should be.
-        OSError: it cannot be read.
-    """
+    """The workload that the options describe, cut to the model's context; see `measure`."""
+    seed = llm.core.config.seed
     tokenizer = llm.get_tokenizer()
     vocab_size = min(llm.model_config.vocab_size, tokenizer.vocab_size)
-    length = default_output_len if output_len is None else output_len
+    length = OUTPUT_LEN if output_len is None else output_len
     if trace is not None:
         items = trace_items(trace, count, vocab_size=vocab_size, seed=seed)
         if output_len is not None:
             items = [Item(item.prompt_token_ids, output_len, item.arrival) for item in items]
     elif source == "random":
-        number = random_count if count is None else count
+        number = RANDOM_COUNT if count is None else count
         items = random_items(number, input_len, length, shared_prefix=shared_prefix, vocab_size=vocab_size, seed=seed)
     else:
         items = file_items(Path(source), count, length, tokenizer)
@@ -93,20 +139,3 @@ def read_items(
     if shortened:
         typer.echo(f"{shortened} of {len(items)} requests were cut to the context, {llm.model_config.max_model_len:,}")
     return items
-
-
-def run(llm: LLM, items: Sequence[Item]) -> Round:
-    """All items at once, greedily, each to its output length."""
-    llm.reset_prefix_cache()
-    params = [SamplingParams(temperature=0, max_tokens=item.output_len, ignore_eos=True) for item in items]
-    started = time.perf_counter()
-    with StepProfiler(llm.core) as profiler:
-        outputs = llm.generate([list(item.prompt_token_ids) for item in items], params, use_tqdm=sys.stderr.isatty())
-    return Round(time.perf_counter() - started, outputs, profiler.steps)
-
-
-def run_rounds(llm: LLM, items: Sequence[Item], warmup: int, num_iters: int) -> list[Round]:
-    """The measured rounds, after others that are not."""
-    for _ in range(warmup):
-        run(llm, items)
-    return [run(llm, items) for _ in range(num_iters)]

@@ -29,6 +29,9 @@ Trace = Annotated[
     typer.Option(help="Lengths and shared prefixes of real requests: Mooncake's .jsonl or Azure's .csv."),
 ]
 InputLen = Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")]
+OutputLen = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of each output.", show_default="128, or the trace's")
+]
 SharedPrefix = Annotated[
     int, typer.Option(min=0, help="Tokens that all random prompts begin with, before their --input-len own ones.")
 ]

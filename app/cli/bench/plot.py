@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.sampling_params import InvalidParameter
 
 FORMATS = (".png", ".svg", ".pdf")
+
+
+class Panel(NamedTuple):
+    """Speeds by one size.
+
+    Attributes:
+        size: its name, for the axis.
+        series: a line's name to its tokens/s, one of each size.
+    """
+
+    size: str
+    sizes: Sequence[int]
+    series: Mapping[str, Sequence[float]]
 
 
 def check_available(path: Path) -> None:
@@ -44,6 +57,22 @@ def plot_distributions(path: Path, title: str, series: Mapping[str, Sequence[flo
         axis.set_xlabel(name)
         axis.set_ylabel("% of requests")
         axis.set_xlim(left=0)
+    _save(figure, path)
+
+
+def plot_growth(path: Path, title: str, panels: Sequence[Panel]) -> None:
+    """What becomes of speeds as something doubles, and doubles again."""
+    figure, axes = _figure(len(panels), title)
+    for axis, panel in zip(axes, panels, strict=True):
+        for name, values in panel.series.items():
+            axis.plot(panel.sizes, values, marker="o", markersize=4, linewidth=1, label=name)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(panel.sizes, [f"{size:,}" for size in panel.sizes])
+        axis.set_xlabel(panel.size)
+        axis.set_ylabel("tokens/s")
+        axis.set_ylim(0, 1.1 * max(map(max, panel.series.values())))
+        axis.grid(linewidth=0.3)
+        axis.legend(loc="best", fontsize="small")
     _save(figure, path)
 
 

@@ -14,6 +14,7 @@ from app.cli.bench.options import (
     InputLen,
     Json,
     Model,
+    OutputLen,
     Plot,
     Seed,
     SharedPrefix,
@@ -36,9 +37,7 @@ def throughput(
         int | None, typer.Option(min=1, help="Requests.", show_default="32 random ones, or all of a file")
     ] = None,
     input_len: InputLen = 128,
-    output_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of each output.", show_default="128, or the trace's")
-    ] = None,
+    output_len: OutputLen = None,
     shared_prefix: SharedPrefix = 0,
     num_iters: Annotated[int, typer.Option(min=1, help="Measured rounds; the figures are their medians.")] = 1,
     warmup: Warmup = 1,
@@ -60,40 +59,34 @@ def throughput(
     with checked((json,), plot):
         config = engine_config(model, dtype, seed, ctx.args)
 
-        from app.cli.bench.offline import load, read_items, run_rounds
+        from app.cli.bench.offline import measure
         from app.cli.bench.report import show, show_efficiency, write_json
-        from app.cli.bench.roofline import efficiency
 
-        llm, machine = load(config)
-        with llm:
-            items = read_items(
-                llm,
-                input,
-                trace,
-                count=num_prompts,
-                random_count=32,
-                input_len=input_len,
-                output_len=output_len,
-                default_output_len=128,
-                shared_prefix=shared_prefix,
-                seed=seed,
-            )
-            rounds = run_rounds(llm, items, warmup, num_iters)
-            near = efficiency(llm.model_config, machine, [step for each in rounds for step in each.steps])
-        figures = [_figures(each) for each in rounds]
+        measured = measure(
+            config,
+            input,
+            trace,
+            count=num_prompts,
+            input_len=input_len,
+            output_len=output_len,
+            shared_prefix=shared_prefix,
+            warmup=warmup,
+            num_iters=num_iters,
+        )
+        figures = [_figures(each) for each in measured.rounds]
         middle = {name: median(each[name] for each in figures) for name in figures[0]}
         show("Throughput", ("", "median"), [[name.replace("_", " "), value] for name, value in middle.items()])
-        show_efficiency(machine, near)
+        show_efficiency(measured.machine, measured.efficiency)
         write_json(
             json,
             "throughput",
             ctx.params,
             config,
-            machine,
-            {"efficiency": near, "rounds": figures, "median": middle},
+            measured.machine,
+            {"efficiency": measured.efficiency, "rounds": figures, "median": middle},
         )
         if plot is not None:
-            _draw(plot, rounds[-1])
+            _draw(plot, measured.rounds[-1])
 
 
 def _figures(each: Round) -> dict[str, Any]:

@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.text import Text
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from app.cli.main import app
@@ -64,6 +68,25 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\xff")
     done = CliRunner().invoke(app, ["generate", "--file", str(file)])
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+
+
+def texts(command: Any) -> Iterator[str | None]:
+    """Everything that a command and those below it say of themselves."""
+    yield command.help
+    yield from (getattr(each, "help", None) for each in command.params)
+    for each in getattr(command, "commands", {}).values():
+        yield from texts(each)
+
+
+def test_help_shows_all_that_was_written() -> None:
+    written = list(filter(None, texts(get_command(app))))
+    assert any("Longest prompt" in each for each in written)
+    assert [Text.from_markup(each).plain for each in written] == written  # Typer's help takes it as markup
+
+
+def test_help_says_where_a_default_comes_from() -> None:
+    done = CliRunner().invoke(app, ["generate", "--help"])
+    assert done.stdout.count("default: (the model's)") == 4
 
 
 def test_help_loads_neither_model_code_nor_server() -> None:

@@ -2,10 +2,12 @@ import hashlib
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from engine.config import ModelConfig
+from engine.config import EngineConfig, ModelConfig, Quantization
+from engine.hub import load_model_config
 from engine.kv_cache.block_hash import hash_block, hash_blocks, root_hash
 from engine.request import ExtraKey
 
@@ -32,14 +34,24 @@ def test_hash_is_sha256_of_parent_and_little_endian_tokens():
 
 
 def test_hashes_stay_the_same_from_one_process_and_version_to_the_next():
-    assert root_hash(MODEL, 16).hex() == "0b6bf13857bb2442996c47576b00671109ddd3b5c1e7788f5466e151276753e0"
+    assert root_hash(MODEL, 16).hex() == "395a1c540a068701d5bc159766e95fb57cf477827028b172405e89a45cc3ec12"
     hashes = hash_blocks(range(8), 4, root_hash(MODEL, 4), [ExtraKey("salt", "tenant")])
-    assert hashes[-1].hex() == "45d9ee0bd94dd1c2f1be914e7a32b80295f2ecb50dd044f8e0fcce0abdb290b6"
+    assert hashes[-1].hex() == "f98630cdf69a0de1d5b2f4587284297adee58a5e7e80572ed1c188602248e6fd"
 
 
-@pytest.mark.parametrize("change", [{"name": "other"}, {"revision": "main"}, {"dtype": "float32"}])
+@pytest.mark.parametrize(
+    "change", [{"name": "other"}, {"revision": "main"}, {"dtype": "float32"}, {"quantization": "int8"}]
+)
 def test_root_differs_with_every_part_of_the_models_identity(change):
     assert root_hash(replace(MODEL, **change), 16) != root_hash(MODEL, 16)
+
+
+def test_root_of_an_engine_with_quantized_weights_is_one_of_its_own(tiny_folder: Path):
+    engines = [
+        EngineConfig(model=str(tiny_folder), load_format="dummy", quantization=each)
+        for each in (None, *get_args(Quantization))
+    ]
+    assert len({root_hash(load_model_config(each), 16) for each in engines}) == len(engines)
 
 
 def test_root_differs_with_block_size_and_not_with_the_folder():

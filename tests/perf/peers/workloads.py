@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], None]
@@ -21,6 +19,8 @@ class Workload:
     """Requests that come at once.
 
     Attributes:
+        prompt: random tokens of each prompt, after the prefix.
+        output: tokens that each request is to be given.
         prefix: leading tokens that all prompts share.
         counts: `output` or `prompt`, the tokens that the figure counts.
     """
@@ -46,29 +46,24 @@ WORKLOADS = {
 }
 
 
-def process_started() -> float:
-    """When this process began, in seconds since the epoch."""
-    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    lines = Path("/proc/stat").read_text().splitlines()
-    booted = next(int(line.split()[1]) for line in lines if line.startswith("btime"))
-    return booted + ticks / os.sysconf("SC_CLK_TCK")
-
-
 def measure(load: Callable[[str], Generate]) -> None:
-    """Loads an engine, runs everything once and prints the figures as JSON: the body of each runner.
+    """Loads an engine, runs workloads once each and prints the figures as JSON: the body of each runner.
 
-    Arguments of the process: the model's folder, and a seed, so that no run finds another one's prompts in a cache.
+    Arguments of the process: the model's folder; when the process was started, in seconds since the epoch; a seed, so
+    that each round has prompts of its own; the names of the workloads.
     """
-    folder, seed = sys.argv[1], int(sys.argv[2])
+    folder, launched, seed, *names = sys.argv[1:]
     generate = load(folder)
-    generate(Workload(1, 128, 1).prompts(seed), 1)
-    figures = {"startup": time.time() - process_started()}
-    generate(Workload(32, 64, 16).prompts(seed + 1), 16)
-    for number, (name, work) in enumerate(WORKLOADS.items()):
-        prompts = work.prompts(seed + 10 + number)
+    generate(Workload(1, 128, 1).prompts(int(seed)), 1)
+    figures = {"startup": time.time() - float(launched)}
+    if names:
+        generate(Workload(32, 64, 16).prompts(int(seed) + 1), 16)
+    for number, name in enumerate(names, start=2):
+        work = WORKLOADS[name]
+        # A seed of its own, for no workload may find the prompts of the one before it in a cache.
+        prompts = work.prompts(int(seed) + number)
         started = time.perf_counter()
         generate(prompts, work.output)
         seconds = time.perf_counter() - started
-        tokens = work.requests * (work.output if work.counts == "output" else work.prompt)
-        figures[name] = tokens / seconds
+        figures[name] = work.requests * (work.output if work.counts == "output" else work.prompt) / seconds
     print("FIGURES " + json.dumps(figures), flush=True)
