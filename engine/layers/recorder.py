@@ -22,11 +22,13 @@ class Recorded:
     Attributes:
         buffer: [max_tokens, width], where the rows will be.
         producer: the operation that writes them.
+        on_kept: the rows are of the tokens that the batch keeps, and not of all.
     """
 
     recorder: StepRecorder
     buffer: Tensor | None = None
     producer: Operation | None = None
+    on_kept: bool = False
 
     @property
     def rows(self) -> Tensor:
@@ -70,20 +72,21 @@ class StepRecorder:
         """What the model is called with."""
         return Recorded(self)
 
-    def input(self, width: int) -> Recorded:
+    def input(self, rows: Tensor) -> Recorded:
         """Rows that are written before the plan runs."""
-        return Recorded(self, self._buffer("input", width))
+        return Recorded(self, rows)
 
     def embed(self, table: Tensor) -> Recorded:
         """Rows of a table, [vocab, size], as the first residual."""
         residual = self._buffer("residual", table.shape[1], torch.float32)
-        return self._add(Operation(kind=Kind.EMBED, weight=self._address(table), out_features=table.shape[1]), residual)
+        operation = Operation(kind=Kind.EMBED, weight=self._address(table), out_features=table.shape[1])
+        return self._add(operation, residual, False)
 
     def embed_from_panels(self, panels: Tensor, size: int) -> Recorded:
         """The same of a table that is packed as the weight of a product."""
         residual = self._buffer("residual", size, torch.float32)
         operation = Operation(kind=Kind.EMBED_FROM_PANELS, weight=self._address(panels), out_features=size)
-        return self._add(operation, residual)
+        return self._add(operation, residual, False)
 
     def rms_norm(self, x: Recorded, residual: Recorded | None, weight: Tensor, eps: float) -> tuple[Recorded, Recorded]:
         """Norm of x + residual, and that sum. Without a residual x is it."""
@@ -102,7 +105,7 @@ class StepRecorder:
             out_features=size,
             eps=eps,
         )
-        return self._add(operation, self._buffer("norm", size)), residual
+        return self._add(operation, self._buffer("norm", size), x.on_kept), residual
 
     def linear(
         self, x: Recorded, weight: Tensor, bias: Tensor | None, in_features: int, out_features: int, format: Format
@@ -115,7 +118,7 @@ class StepRecorder:
         """
         if format is Format.INT8_ACTIVATIONS:
             quantize = Operation(kind=Kind.QUANTIZE, input=x.rows.data_ptr(), in_features=in_features)
-            x = self._add(quantize, self._buffer("quantized", quantized_bytes(in_features), torch.int8))
+            x = self._add(quantize, self._buffer("quantized", quantized_bytes(in_features), torch.int8), x.on_kept)
         operation = Operation(
             kind=Kind.LINEAR,
             format=format,
@@ -126,7 +129,7 @@ class StepRecorder:
             out_features=out_features,
             epilogue=Epilogue.STORE,
         )
-        return self._add(operation, self._buffer("linear", out_features))
+        return self._add(operation, self._buffer("linear", out_features), x.on_kept)
 
     def silu_and_mul(self, x: Recorded) -> Recorded:
         """Of a product whose panels hold gate and up in turn."""
@@ -136,7 +139,7 @@ class StepRecorder:
         producer.epilogue = Epilogue.SILU_AND_MULTIPLY
         buffer = self._buffer("gated", producer.out_features)
         producer.output = buffer.data_ptr()
-        return Recorded(self, buffer, producer)
+        return Recorded(self, buffer, producer, x.on_kept)
 
     def to_float(self, x: Recorded) -> Recorded:
         """Of a product, whose sums are float32 before they are stored."""
@@ -144,7 +147,7 @@ class StepRecorder:
         x.producer.epilogue = Epilogue.STORE_FLOAT
         buffer = self._buffer("float", x.producer.out_features, torch.float32)
         x.producer.output = buffer.data_ptr()
-        return Recorded(self, buffer, x.producer)
+        return Recorded(self, buffer, x.producer, x.on_kept)
 
     def attention(
         self,
@@ -177,16 +180,23 @@ class StepRecorder:
             eps=eps,
             **fields,
         )
-        rotated = self._add(rotate, x.rows)
+        rotated = self._add(rotate, x.rows, x.on_kept)
         attend = Operation(
             kind=Kind.ATTEND, input=rotated.rows.data_ptr(), scale=scale, window=sliding_window or 0, **fields
         )
-        return self._add(attend, self._buffer("attended", heads.queries * heads.dim))
+        return self._add(attend, self._buffer("attended", heads.queries * heads.dim), x.on_kept)
 
-    def _add(self, operation: Operation, output: Tensor) -> Recorded:
+    def gather(self, x: Recorded) -> Recorded:
+        """The rows of the tokens that the batch keeps."""
+        rows = x.rows
+        operation = Operation(kind=Kind.GATHER, input=rows.data_ptr(), in_features=rows.shape[1] * rows.dtype.itemsize)
+        return self._add(operation, self._buffer(f"kept {len(self.operations)}", rows.shape[1], rows.dtype), True)
+
+    def _add(self, operation: Operation, output: Tensor, on_kept: bool) -> Recorded:
         operation.output = output.data_ptr()
+        operation.on_kept = on_kept
         self.operations.append(operation)
-        return Recorded(self, output, operation)
+        return Recorded(self, output, operation, on_kept)
 
     def _buffer(self, name: str, width: int, dtype: torch.dtype | None = None) -> Tensor:
         key = f"{name}/{width}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,9 @@ from engine.protocols import AttentionBackend
 
 KVCache = tuple[Tensor, Tensor]
 """Keys and values of one layer, each of the attention backend's kv_cache_shape."""
+
+Keep = Callable[[Any], Any]
+"""Takes rows of all tokens to those that are still needed."""
 
 
 class SelfAttention:
@@ -61,8 +65,8 @@ class SelfAttention:
         norm = self._norm.weights(prefix) if self._norm else {}
         return self._qkv_proj.weights(prefix) | self._o_proj.weights(prefix) | norm
 
-    def __call__(self, x: Any, angles: Angles | None, kv_cache: KVCache) -> Any:
-        return self._o_proj(self._attention(self._qkv_proj(x), angles, kv_cache))
+    def __call__(self, x: Any, angles: Angles | None, kv_cache: KVCache, keep: Keep) -> Any:
+        return self._o_proj(keep(self._attention(self._qkv_proj(x), angles, kv_cache)))
 
 
 class GatedMLP:
@@ -106,9 +110,10 @@ class DecoderLayer:
             | self._mlp.weights(f"{prefix}mlp.")
         )
 
-    def __call__(self, x: Any, residual: Any, angles: Angles | None, kv_cache: KVCache) -> tuple[Any, Any]:
+    def __call__(self, x: Any, residual: Any, angles: Angles | None, kv_cache: KVCache, keep: Keep) -> tuple[Any, Any]:
         x, residual = self._input_norm(x, residual)
-        x = self._attention(x, angles, kv_cache)
+        residual = keep(residual)
+        x = self._attention(x, angles, kv_cache, keep)
         x, residual = self._post_norm(x, residual)
         return self._mlp(x), residual
 
@@ -118,7 +123,6 @@ class DecoderForCausalLM:
 
     def __init__(self, config: ModelConfig, attention: AttentionBackend, placement: Placement) -> None:
         self._tied = config.tie_word_embeddings
-        self._hidden_size = config.hidden_size
         self._lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False, placement=placement)
         self._embedding: Embedding | TiedEmbedding = (
             TiedEmbedding(self._lm_head, config.hidden_size)
@@ -156,17 +160,22 @@ class DecoderForCausalLM:
             weights |= layer.weights(f"model.layers.{index}.")
         return weights | self._norm.weights("model.norm.weight")
 
-    def forward(self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache]) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], kept: Tensor | None = None
+    ) -> Tensor:
         """Hidden states of a flat batch for which the attention backend was prepared.
 
         Args:
             token_ids, positions: int64 [tokens].
             kv_caches: one entry a layer; the tokens' keys and values are written into it.
+            kept: int64, ascending; the tokens whose hidden states are asked for. None is all of them. What the last
+                layer does behind its attention is done for these alone.
 
         Returns:
-            [tokens, hidden], normed.
+            [kept tokens, hidden], normed.
         """
-        return self._decode(token_ids, self._rotary.angles(positions), kv_caches)
+        keep: Keep = _identity if kept is None else lambda rows: rows[kept]
+        return self._decode(token_ids, self._rotary.angles(positions), kv_caches, keep)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] to float32 [rows, vocab]."""
@@ -174,19 +183,22 @@ class DecoderForCausalLM:
 
     def record(self, recorder: StepRecorder, kv_caches: list[KVCache]) -> Tensor:
         """Puts what `forward` does into a step plan; the buffer that will hold its result."""
-        return self._decode(recorder.token_ids(), None, kv_caches).rows
+        return self._decode(recorder.token_ids(), None, kv_caches, recorder.gather).rows
 
-    def record_logits(self, recorder: StepRecorder) -> tuple[Tensor, Tensor]:
-        """Puts what `compute_logits` does into a plan; the buffers of its argument and of its result."""
-        hidden = recorder.input(self._hidden_size)
-        return hidden.rows, self._lm_head(hidden).float().rows
+    def record_logits(self, recorder: StepRecorder, hidden: Tensor) -> Tensor:
+        """Puts what `compute_logits` does to hidden states into a plan; the buffer that will hold its result."""
+        return self._lm_head(recorder.input(hidden)).float().rows
 
     def half_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """What a recorded step needs beside the batch: see RotaryEmbedding."""
         return self._rotary.half_angles(positions)
 
-    def _decode(self, token_ids: Any, angles: Angles | None, kv_caches: list[KVCache]) -> Any:
+    def _decode(self, token_ids: Any, angles: Angles | None, kv_caches: list[KVCache], keep: Keep) -> Any:
         x, residual = self._embedding(token_ids), None
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, angles, kv_cache)
+            x, residual = layer(x, residual, angles, kv_cache, keep if layer is self._layers[-1] else _identity)
         return self._norm(x, residual)[0]
+
+
+def _identity(rows: Any) -> Any:
+    return rows

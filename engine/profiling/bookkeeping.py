@@ -83,8 +83,14 @@ class _NoModel:
     def prepare(self, metadata: AttentionMetadata) -> None:
         pass
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, kv_caches: list[KVCache]) -> torch.Tensor:
-        return self._hidden[: len(token_ids)]
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list[KVCache],
+        kept: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._hidden[: len(token_ids if kept is None else kept)]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits[: len(hidden)]

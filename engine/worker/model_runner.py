@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -24,9 +25,32 @@ PROMPT_LOGPROB_ROWS = 256
 class CausalLM(Protocol):
     """A model, or the plan of one: see DecoderForCausalLM."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, kv_caches: list[KVCache]) -> torch.Tensor: ...
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list[KVCache],
+        kept: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptPart:
+    """Prompt tokens of one request that a step predicts.
+
+    Attributes:
+        index: of the request in the step.
+        start: the first of the tokens in the flat batch that predict them.
+        targets: int64, what they are.
+        alternatives: most likely tokens that are asked for beside each.
+    """
+
+    index: int
+    start: int
+    targets: np.ndarray
+    alternatives: int
 
 
 class ModelRunner:
@@ -67,9 +91,17 @@ class ModelRunner:
         model_input = self._buffers.prepare(work, self._batch)
         self._attention.prepare(model_input.attention)
         token_ids, positions = model_input.token_ids.to(self._device), model_input.positions.to(self._device)
-        hidden = self._model.forward(token_ids, positions, self._kv_caches)
-        prompt_parts = self._compute_prompt_logprobs(work, model_input, hidden)
-        return self._sample(work, model_input, hidden, prompt_parts)
+        sampling = np.array([index for index, step in enumerate(work.steps) if step.samples], np.int64)
+        last_tokens = torch.from_numpy(model_input.query_start[sampling + 1] - 1).to(self._device)
+        parts = self._prompt_parts(work, model_input)
+        if parts:
+            every = self._model.forward(token_ids, positions, self._kv_caches)
+            prompt_logprobs = {part.index: self._compute_prompt_logprobs(part, every) for part in parts}
+            hidden = every[last_tokens]
+        else:
+            prompt_logprobs = {}
+            hidden = self._model.forward(token_ids, positions, self._kv_caches, last_tokens)
+        return self._sample(work, model_input, sampling, hidden, prompt_logprobs)
 
     def reset(self) -> None:
         """Forgets all requests."""
@@ -92,11 +124,9 @@ class ModelRunner:
             if step.new_block_ids:
                 self._batch.append_blocks(self._batch.row_of(step.request_id), step.new_block_ids)
 
-    def _compute_prompt_logprobs(
-        self, work: SchedulerOutput, model_input: ModelInput, hidden: torch.Tensor
-    ) -> dict[int, TokenLogprobs]:
-        """For each request of the step (by its index) that asks: rows for the prompt tokens this step predicts."""
-        parts: dict[int, TokenLogprobs] = {}
+    def _prompt_parts(self, work: SchedulerOutput, model_input: ModelInput) -> list[_PromptPart]:
+        """The prompt tokens that this step predicts and whose log-probabilities are asked for."""
+        parts: list[_PromptPart] = []
         if not self._prompt_logprobs:
             return parts
         for index, step in enumerate(work.steps):
@@ -107,42 +137,48 @@ class ModelRunner:
             # A position's logits are of the token after it; the first token of a prompt has none.
             first = max(step.num_computed_tokens, num_reported) + 1
             last = min(step.num_computed_tokens + step.num_tokens + 1, int(self._batch.num_prompt_tokens[row]))
-            if first >= last:
-                continue
-            start = int(model_input.query_start[index]) + first - 1 - step.num_computed_tokens
-            targets = self._batch.token_ids[row, first:last].astype(np.int64)
-            chunks = []
-            for at in range(0, len(targets), PROMPT_LOGPROB_ROWS):
-                chosen = targets[at : at + PROMPT_LOGPROB_ROWS]
-                logits = self._model.compute_logits(hidden[start + at : start + at + len(chosen)])
-                chunks.append(token_logprobs(logits, chosen, alternatives))
-            parts[index] = _concatenate(chunks)
+            if first < last:
+                start = int(model_input.query_start[index]) + first - 1 - step.num_computed_tokens
+                targets = self._batch.token_ids[row, first:last].astype(np.int64)
+                parts.append(_PromptPart(index, start, targets, alternatives))
         return parts
+
+    def _compute_prompt_logprobs(self, part: _PromptPart, hidden: torch.Tensor) -> TokenLogprobs:
+        chunks = []
+        for at in range(0, len(part.targets), PROMPT_LOGPROB_ROWS):
+            chosen = part.targets[at : at + PROMPT_LOGPROB_ROWS]
+            logits = self._model.compute_logits(hidden[part.start + at : part.start + at + len(chosen)])
+            chunks.append(token_logprobs(logits, chosen, part.alternatives))
+        return _concatenate(chunks)
 
     def _sample(
         self,
         work: SchedulerOutput,
         model_input: ModelInput,
+        sampling: np.ndarray,
         hidden: torch.Tensor,
-        prompt_parts: dict[int, TokenLogprobs],
+        prompt_logprobs: dict[int, TokenLogprobs],
     ) -> list[SampledStep]:
-        sampling = [index for index, step in enumerate(work.steps) if step.samples]
-        results = [SampledStep(prompt_logprobs=prompt_parts.get(index)) for index in range(len(work.steps))]
-        if not sampling:
+        """
+        Args:
+            sampling: int64, the requests of the step that get a token.
+            hidden: [len(sampling), hidden], of their last tokens.
+            prompt_logprobs: by request of the step.
+        """
+        results = [SampledStep(prompt_logprobs=prompt_logprobs.get(index)) for index in range(len(work.steps))]
+        if not len(sampling):
             return results
-        indices = np.array(sampling, np.int64)
-        last_tokens = model_input.query_start[indices + 1] - 1
-        rows = model_input.rows[indices]
-        logits = self._model.compute_logits(hidden[torch.from_numpy(last_tokens)])
+        rows = model_input.rows[sampling]
+        logits = self._model.compute_logits(hidden)
         chosen = sample(logits, self._sampling, rows, self._batch.num_tokens[rows])
-        for place, index in enumerate(sampling):
+        for place, index in enumerate(sampling.tolist()):
             if place in chosen.broken:
                 results[index] = SampledStep(error="the model gave no usable logits (NaN) for this request")
                 continue
             row, tokens = int(rows[place]), (int(chosen.token_ids[place]),)
             self._batch.append_tokens(row, tokens)
             self._sampling.record(row, tokens)
-            results[index] = SampledStep(tokens, chosen.logprobs[place], prompt_parts.get(index))
+            results[index] = SampledStep(tokens, chosen.logprobs[place], prompt_logprobs.get(index))
         return results
 
 

@@ -34,22 +34,33 @@ class StepPlan:
         self._dtype = dtype
         body, head = StepRecorder(max_tokens, dtype), StepRecorder(max_rows, dtype)
         self._hidden = model.record(body, kv_caches)
-        self._head_input, self._logits = model.record_logits(head)
+        self._logits = model.record_logits(head, self._hidden)
         self._body, self._head = array_of(body.operations), array_of(head.operations)
+        self._every_token = torch.arange(max_tokens)
         # The operations hold addresses alone.
-        self._kept = (body, head)
+        self._recorders = (body, head)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[tuple[Tensor, Tensor]],
+        kept: Tensor | None = None,
+    ) -> Tensor:
         """See DecoderForCausalLM.forward; the caches are those of the recording."""
         cosines, sines = self._model.half_angles(positions)
         batch = self._attention.batch(len(token_ids), cosines, sines)
         batch.token_ids = token_ids.data_ptr()
+        if kept is None:
+            kept = self._every_token[: len(token_ids)]
+        batch.kept, batch.kept_tokens = len(kept), kept.data_ptr()
         self._attention.kernels.run(self._dtype, self._body, batch)
-        return self._hidden[: len(token_ids)]
+        return self._hidden[: len(kept)]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See DecoderForCausalLM.compute_logits."""
         rows = hidden.shape[0]
-        self._head_input[:rows] = hidden
+        hidden = hidden.contiguous()
+        self._head[0].input = hidden.data_ptr()
         self._attention.kernels.run(self._dtype, self._head, Batch(tokens=rows))
         return self._logits[:rows]

@@ -44,6 +44,7 @@ class Kind(IntEnum):
     ATTEND = 4
     EMBED_FROM_PANELS = 5
     QUANTIZE = 6
+    GATHER = 7
 
 
 class Epilogue(IntEnum):
@@ -86,6 +87,7 @@ class Operation(ctypes.Structure):
         ("head_dim", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("format", ctypes.c_int64),
+        ("on_kept", ctypes.c_int64),
     )
 
 
@@ -102,6 +104,8 @@ class Batch(ctypes.Structure):
         ("context_lens", ctypes.c_void_p),
         ("block_tables", ctypes.c_void_p),
         ("table_stride", ctypes.c_int64),
+        ("kept", ctypes.c_int64),
+        ("kept_tokens", ctypes.c_void_p),
         ("cosines", ctypes.c_void_p),
         ("sines", ctypes.c_void_p),
     )

@@ -15,7 +15,7 @@ namespace manta {
 
 constexpr int64_t ROW_TILE = 192;  // rows that a panel is applied to while it is in the cache
 
-enum Kind : int64_t { EMBED, RMS_NORM, LINEAR, ROTATE_AND_STORE, ATTEND, EMBED_FROM_PANELS, QUANTIZE };
+enum Kind : int64_t { EMBED, RMS_NORM, LINEAR, ROTATE_AND_STORE, ATTEND, EMBED_FROM_PANELS, QUANTIZE, GATHER };
 enum Epilogue : int64_t { STORE, ADD_TO_RESIDUAL, SILU_AND_MULTIPLY, STORE_FLOAT };
 enum Format : int64_t { PANELS, INT8, INT8_ACTIVATIONS };
 
@@ -38,6 +38,7 @@ struct Operation {
     int64_t heads, kv_heads, head_dim;
     int64_t window;
     int64_t format;  // LINEAR: of the weight; with INT8_ACTIVATIONS the input is what QUANTIZE gave
+    int64_t on_kept;  // not 0: its rows are the kept tokens, which GATHER has brought together
 };
 
 // What changes from step to step.
@@ -51,6 +52,8 @@ struct Batch {
     const int32_t* context_lens;
     const int32_t* block_tables;
     int64_t table_stride;
+    int64_t kept;  // tokens whose result is asked for
+    const int64_t* kept_tokens;
     const float* cosines;  // [tokens, head_dim / 2]
     const float* sines;
 };
@@ -77,14 +80,17 @@ class Step : public Job {
                 case ATTEND: attention(op, pieces, *scratch); break;
                 case EMBED_FROM_PANELS: embed_from_panels(op, pieces); break;
                 case QUANTIZE: quantize_rows(op, pieces); break;
+                case GATHER: gather(op, pieces); break;
             }
         }
     }
 
    private:
+    int64_t rows_of(const Operation& op) const { return op.on_kept ? batch_.kept : batch_.tokens; }
+
     template <class Row>
-    void each_row(Pieces& pieces, Row row) {
-        pieces.run(batch_.tokens, threads_, {1, 16}, [&](int64_t first, int64_t last, int64_t) {
+    void each_row(const Operation& op, Pieces& pieces, Row row) {
+        pieces.run(rows_of(op), threads_, {1, 16}, [&](int64_t first, int64_t last, int64_t) {
             for (int64_t token = first; token < last; token++) row(token);
         });
     }
@@ -92,10 +98,18 @@ class Step : public Job {
     void embed(const Operation& op, Pieces& pieces) {
         const T* table = static_cast<const T*>(op.weight);
         float* residual = static_cast<float*>(op.output);
-        each_row(pieces, [&](int64_t token) {
+        each_row(op, pieces, [&](int64_t token) {
             const T* from = table + batch_.token_ids[token] * op.out_features;
             float* to = residual + token * op.out_features;
             for (int64_t i = 0; i < op.out_features; i++) to[i] = to_float(from[i]);
+        });
+    }
+
+    // Rows of in_features bytes.
+    void gather(const Operation& op, Pieces& pieces) {
+        each_row(op, pieces, [&](int64_t row) {
+            memcpy(static_cast<char*>(op.output) + row * op.in_features,
+                   static_cast<const char*>(op.input) + batch_.kept_tokens[row] * op.in_features, op.in_features);
         });
     }
 
@@ -103,7 +117,7 @@ class Step : public Job {
     void embed_from_panels(const Operation& op, Pieces& pieces) {
         const int64_t size = op.out_features, steps = (size + STEP<T> - 1) / STEP<T>;
         float* residual = static_cast<float*>(op.output);
-        each_row(pieces, [&](int64_t token) {
+        each_row(op, pieces, [&](int64_t token) {
             const int64_t row = batch_.token_ids[token];
             const T* from =
                 static_cast<const T*>(op.weight) + row / PANEL * steps * PANEL * STEP<T> + row % PANEL * STEP<T>;
@@ -114,7 +128,7 @@ class Step : public Job {
 
     void rms_norm(const Operation& op, Pieces& pieces) {
         const float* weight = static_cast<const float*>(op.weight);
-        each_row(pieces, [&](int64_t token) {
+        each_row(op, pieces, [&](int64_t token) {
             normalize(static_cast<const float*>(op.input) + token * op.in_features,
                       static_cast<T*>(op.output) + token * op.in_features, weight, op.in_features, op.eps);
         });
@@ -139,12 +153,12 @@ class Step : public Job {
         const int64_t columns = op.epilogue == SILU_AND_MULTIPLY ? 2 * op.out_features : op.out_features;
         const int64_t panels = op.epilogue == SILU_AND_MULTIPLY ? (op.out_features + LANES - 1) / LANES
                                                                 : (columns + PANEL - 1) / PANEL;
-        const int64_t row_tiles = (batch_.tokens + ROW_TILE - 1) / ROW_TILE;
+        const int64_t rows = rows_of(op), row_tiles = (rows + ROW_TILE - 1) / ROW_TILE;
         // Panels of a span lie one behind the other in memory.
         pieces.run(row_tiles * panels, threads_, {2, panels}, [&](int64_t first, int64_t last, int64_t next) {
             for (int64_t item = first; item < last; item++) {
                 const int64_t first_row = item / panels * ROW_TILE;
-                const int64_t last_row = std::min(first_row + ROW_TILE, batch_.tokens);
+                const int64_t last_row = std::min(first_row + ROW_TILE, rows);
                 apply(op, item % panels, (item + 1 < last ? item + 1 : next) % panels, first_row, last_row);
             }
         });
@@ -189,7 +203,7 @@ class Step : public Job {
     }
 
     void quantize_rows(const Operation& op, Pieces& pieces) {
-        each_row(pieces, [&](int64_t token) {
+        each_row(op, pieces, [&](int64_t token) {
             quantize_row(static_cast<const T*>(op.input) + token * op.in_features, op.in_features,
                          static_cast<Int8Activations*>(op.output) + token * groups_of(op.in_features));
         });
@@ -253,7 +267,7 @@ class Step : public Job {
         const int64_t dim = op.head_dim, width = (op.heads + 2 * op.kv_heads) * dim;
         T* keys = static_cast<T*>(op.key_cache);
         T* values = static_cast<T*>(op.value_cache);
-        each_row(pieces, [&](int64_t token) {
+        each_row(op, pieces, [&](int64_t token) {
             T* query = static_cast<T*>(op.output) + token * width;
             T* key = query + op.heads * dim;
             const T* value = key + op.kv_heads * dim;

@@ -92,6 +92,15 @@ def test_sampled_rows_alone_give_the_same_logits(saved):
         assert model.compute_logits(hidden[:0]).shape == (0, config.vocab_size)
 
 
+def test_kept_tokens_alone_give_the_same_logits(saved):
+    _, config = saved
+    every = Runner(config, num_requests=2).flat_step({0: IDS[:40], 1: IDS[5:20]})
+    for kept in ([39, 54], [3], []):
+        indices = torch.tensor(kept, dtype=torch.int64)
+        logits = Runner(config, num_requests=2).flat_step({0: IDS[:40], 1: IDS[5:20]}, indices)
+        torch.testing.assert_close(logits, every[indices], **CLOSE)
+
+
 def test_demo_model_equals_transformers(demo_folder):
     from transformers import AutoModelForCausalLM
 

@@ -96,9 +96,14 @@ class Runner:
                 )
         self._done = [0] * num_requests
 
-    @torch.inference_mode()
     def step(self, tokens: dict[int, Sequence[int]]) -> dict[int, Tensor]:
         """Logits [tokens, vocab] for each request's next tokens."""
+        logits = self.flat_step(tokens)
+        return dict(zip(tokens, logits.split([len(ids) for ids in tokens.values()]), strict=True))
+
+    @torch.inference_mode()
+    def flat_step(self, tokens: dict[int, Sequence[int]], kept: Tensor | None = None) -> Tensor:
+        """Logits [kept tokens, vocab] of the requests' next tokens, one request behind the other."""
         slots, positions, tables = [], [], []
         for request, ids in tokens.items():
             table = torch.arange(self._blocks) * self._num_requests + request
@@ -120,10 +125,9 @@ class Runner:
             )
         )
         flat = torch.tensor([token for ids in tokens.values() for token in ids])
-        hidden = self.model.forward(flat, torch.cat(positions), self._caches)
+        hidden = self.model.forward(flat, torch.cat(positions), self._caches, kept)
         # A plan overwrites what it gave with what it gives next.
-        logits = self.model.compute_logits(hidden).clone()
-        return dict(zip(tokens, logits.split(lengths.tolist()), strict=True))
+        return self.model.compute_logits(hidden).clone()
 
     def logits(self, ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
         """Of all tokens of request 0, computed in chunks of these sizes, the last one repeated."""

@@ -77,9 +77,12 @@ class _Elsewhere:
     def __init__(self) -> None:
         self.seen: set[str] = set()
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Any) -> torch.Tensor:
-        self.seen |= {token_ids.device.type, positions.device.type}
-        return torch.zeros(len(token_ids), 4)
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Any, kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        inputs = [token_ids, positions] if kept is None else [token_ids, positions, kept]
+        self.seen |= {tensor.device.type for tensor in inputs}
+        return torch.zeros(len(token_ids if kept is None else kept), 4)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(hidden), SIZES["vocab_size"] or 0)

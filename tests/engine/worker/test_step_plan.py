@@ -83,6 +83,28 @@ def test_a_row_does_not_depend_on_its_batch(saved: tuple[Any, ModelConfig], kern
     assert torch.equal(runner.step({1: IDS[21:22], 0: IDS[44:45], 2: IDS[60:61]})[0][0], alone[44])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kept_tokens_alone_give_the_same_logits(
+    saved: tuple[Any, ModelConfig], kernels: CpuKernels, dtype: Any
+) -> None:
+    _, config = saved
+    config = replace(config, dtype=dtype)
+    step = {0: IDS[:40], 1: IDS[5:20]}
+    every = Runner(config, num_requests=2, kernels=kernels).flat_step(step)
+    for kept in ([39, 54], [3], list(range(55)), []):
+        indices = torch.tensor(kept, dtype=torch.int64)
+        runner = Runner(config, num_requests=2, kernels=kernels)
+        assert torch.equal(runner.flat_step(step, indices), every[indices])
+        # Nothing is missing from the cache afterwards.
+        assert torch.equal(runner.flat_step({1: IDS[20:22]}), _after(config, kernels, step, {1: IDS[20:22]}))
+
+
+def _after(config: ModelConfig, kernels: CpuKernels, first: dict[int, list[int]], then: dict[int, list[int]]) -> Any:
+    runner = Runner(config, num_requests=2, kernels=kernels)
+    runner.flat_step(first)
+    return runner.flat_step(then)
+
+
 def test_bfloat16_stays_close(saved: tuple[Any, ModelConfig], kernels: CpuKernels) -> None:
     model, config = saved
     logits = Runner(replace(config, dtype="bfloat16"), kernels=kernels).logits(IDS, [60, 1])
