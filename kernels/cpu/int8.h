@@ -198,8 +198,11 @@ inline void each_group(int64_t groups, const float* bias, int64_t count, Unpack 
             for (int v = 0; v < PANEL; v += LANES) store(&sums[row][v], bias ? load(bias + v) : vfloat{});
         for (int64_t group = 0; group < groups; group++) {
             unpack(group);
-            for (int64_t row = 0; row < rows; row += MAX_ROWS)
-                add(group, first + row, int(std::min<int64_t>(MAX_ROWS, rows - row)), sums + row);
+            for (int64_t row = 0; row < rows;) {
+                const int count = rows_of_pass(rows - row);
+                add(group, first + row, count, sums + row);
+                row += count;
+            }
         }
         for (int64_t row = 0; row < rows; row++) {
             vfloat done[2] = {load(&sums[row][0]), load(&sums[row][LANES])};

@@ -27,6 +27,12 @@ constexpr int MAX_ROWS = 3;
 constexpr int MAX_ROWS = 2;
 #endif
 
+// Rows of the next pass, where so many are left. A few that were left for the end would make the multipliers wait for
+// each other.
+inline int rows_of_pass(int64_t left) {
+    return int(left <= MAX_ROWS ? left : left < MAX_ROWS * 3 / 2 ? (left + 1) / 2 : MAX_ROWS);
+}
+
 struct bf16 {
     uint16_t bits;
 };

@@ -178,17 +178,19 @@ class Step : public Job {
         }
     }
 
-    // The next panel is fetched meanwhile: all of it in one pass, or one half in each of the first two.
+    // Meanwhile the next panel is fetched: all of it in one pass, or one half in each of the first two.
     void apply_panel(const Operation& op, int64_t panel, int64_t next, int64_t first_row, int64_t last_row) {
         const int64_t size = (op.in_features + STEP<T> - 1) / STEP<T> * STEP<T> * PANEL;
         const T* weight = static_cast<const T*>(op.weight);
         const T* ahead = weight + next * size;
+        weight += panel * size;
         if (last_row - first_row <= MAX_ROWS)
-            return product<MAX_ROWS, 2>(op, weight + panel * size, ahead, panel, first_row, int(last_row - first_row));
-        for (int64_t row = first_row; row < last_row; row += MAX_ROWS) {
-            const int rows = int(std::min<int64_t>(MAX_ROWS, last_row - row));
-            product<MAX_ROWS, 1>(op, weight + panel * size, ahead, panel, row, rows);
-            ahead = row == first_row ? ahead + size / 2 : weight + panel * size;
+            return product<MAX_ROWS, 2>(op, weight, ahead, panel, first_row, int(last_row - first_row));
+        for (int64_t row = first_row; row < last_row;) {
+            const int rows = rows_of_pass(last_row - row);
+            product<MAX_ROWS, 1>(op, weight, ahead, panel, row, rows);
+            ahead = row == first_row ? ahead + size / 2 : weight;
+            row += rows;
         }
     }
 
