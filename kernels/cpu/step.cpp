@@ -280,8 +280,8 @@ class Step : public Job {
             for (int64_t head = 0; head < op.kv_heads; head++) {
                 turn(key + head * dim, dim, cosine, sine, op.key_norm, op.eps);
                 const int64_t panel = (block * op.kv_heads + head) * BLOCK * dim;
-                for (int64_t d = 0; d < dim; d++)
-                    keys[panel + (d / STEP<T> * BLOCK + offset) * STEP<T> + d % STEP<T>] = key[head * dim + d];
+                for (int64_t d = 0; d < dim; d += STEP<T>)
+                    memcpy(keys + panel + d * BLOCK + offset * STEP<T>, key + head * dim + d, STEP<T> * sizeof(T));
                 T* to = values + panel + offset / STEP<T> * dim * STEP<T> + offset % STEP<T>;
                 for (int64_t d = 0; d < dim; d++) to[d * STEP<T>] = value[head * dim + d];
             }
