@@ -56,12 +56,13 @@ class InputBatch:
             self._num_blocks[row] = last = first + len(block_ids)
             self.block_tables[row, first:last] = block_ids
 
-    def append_tokens(self, row: int, token_ids: tuple[int, ...]) -> None:
-        first = int(self.num_tokens[row])
+    def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """One token to each row; integers [n] both, and no row twice."""
         # A token sampled at the very end of the context is put out but never computed: it has no place in the row.
-        room = self.token_ids.shape[1] - first
-        self.token_ids[row, first : first + len(token_ids)] = token_ids[:room]
-        self.num_tokens[row] = first + min(len(token_ids), room)
+        fitting = self.num_tokens[rows] < self.token_ids.shape[1]
+        rows = rows[fitting]
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids[fitting]
+        self.num_tokens[rows] += 1
 
     def remove(self, request_id: str) -> int:
         """Frees a request's row and returns it."""

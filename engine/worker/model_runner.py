@@ -171,14 +171,16 @@ class ModelRunner:
         rows = model_input.rows[sampling]
         logits = self._model.compute_logits(hidden)
         chosen = sample(logits, self._sampling, rows, self._batch.num_tokens[rows])
-        for place, index in enumerate(sampling.tolist()):
+        usable = np.ones(len(rows), np.bool_)
+        usable[list(chosen.broken)] = False
+        self._batch.append_tokens(rows[usable], chosen.token_ids[usable])
+        drawn = zip(sampling.tolist(), rows.tolist(), chosen.token_ids.tolist(), strict=True)
+        for place, (index, row, token) in enumerate(drawn):
             if place in chosen.broken:
                 results[index] = SampledStep(error="the model gave no usable logits (NaN) for this request")
                 continue
-            row, tokens = int(rows[place]), (int(chosen.token_ids[place]),)
-            self._batch.append_tokens(row, tokens)
-            self._sampling.record(row, tokens)
-            results[index] = SampledStep(tokens, chosen.logprobs[place], prompt_logprobs.get(index))
+            self._sampling.record(row, (token,))
+            results[index] = SampledStep((token,), chosen.logprobs[place], prompt_logprobs.get(index))
         return results
 
 

@@ -70,10 +70,10 @@ struct Panels {
 
 // Several blocks at once: a few rows alone would leave the multipliers waiting for each other.
 template <int ROWS, class T>
-inline void add_scores(const T* query, int64_t dim, const Panels<T>& panels, const Panels<T>& next,
-                       float (*scores)[CHUNK]) {
+inline void find_scores(const T* query, int64_t dim, const Panels<T>& panels, const Panels<T>& next, int blocks,
+                        float (*scores)[CHUNK]) {
     constexpr int BLOCKS = ROWS * CHUNK_BLOCKS <= 2 * MAX_ROWS ? CHUNK_BLOCKS : 2;
-    for (int first = 0; first < CHUNK_BLOCKS; first += BLOCKS) {
+    for (int first = 0; first < blocks; first += BLOCKS) {
         vfloat acc[ROWS][BLOCKS] = {};
         const T *keys[BLOCKS], *ahead[BLOCKS];
         std::copy_n(panels.keys + first, BLOCKS, keys);
@@ -113,7 +113,8 @@ inline void softmax_round(const Tile<T>& tile, AttentionScratch<T>& scratch, int
     if (first > start || last + 1 < start + CHUNK) {
         vint lane;
         for (int i = 0; i < LANES; i++) lane[i] = i;
-        const int from = int(std::clamp<int64_t>(first - start, 0, CHUNK)), to = int(std::clamp<int64_t>(last + 1 - start, 0, CHUNK));
+        const int from = int(std::clamp<int64_t>(first - start, 0, CHUNK));
+        const int to = int(std::clamp<int64_t>(last + 1 - start, 0, CHUNK));
         for (int i = 0; i < CHUNK_BLOCKS; i++) {
             const vint key = lane + i * LANES;
             scores[i] = (key >= from) & (key < to) ? scores[i] : splat(-INFINITY);
@@ -136,6 +137,16 @@ inline void softmax_round(const Tile<T>& tile, AttentionScratch<T>& scratch, int
     }
 }
 
+// The values of a block's first keys, with zeros behind them.
+template <class T>
+inline void copy_keys(const T* from, int64_t keys, int64_t dim, T* to) {
+    const int64_t whole = keys / STEP<T> * STEP<T> * dim;
+    std::copy_n(from, whole, to);
+    std::fill(to + whole, to + BLOCK * dim, T{});
+    for (int64_t rest = 0; rest < keys % STEP<T>; rest++)
+        for (int64_t d = 0; d < dim; d++) to[whole + d * STEP<T> + rest] = from[whole + d * STEP<T> + rest];
+}
+
 // following: the tile that this thread computes next.
 template <int ROWS, class T>
 void attend(const Tile<T>& tile, const Tile<T>& following, AttentionScratch<T>& scratch) {
@@ -153,22 +164,15 @@ void attend(const Tile<T>& tile, const Tile<T>& following, AttentionScratch<T>& 
     for (Panels<T> panels(tile, start); start <= highest;) {
         const int64_t after = start + CHUNK;
         const Panels<T> next = after <= highest ? Panels<T>(tile, after) : Panels<T>(following, following.first_chunk());
-        const int keys = int(std::min<int64_t>(CHUNK, tile.context - start));
-        const int blocks = (keys + BLOCK - 1) / BLOCK;
-        if (keys % BLOCK) {
+        const int64_t keys = std::min<int64_t>(CHUNK, highest + 1 - start);
+        const int blocks = int((keys + BLOCK - 1) / BLOCK);
+        const int64_t valid = tile.context - start - (blocks - 1) * BLOCK;  // keys of the last block and behind it
+        if (valid < BLOCK) {
             // What lies behind the last key was never written: not even zero times it may be added.
-            const T* from = panels.values[blocks - 1];
-            const int valid = keys % BLOCK;
-            T zero;
-            assign(zero, 0.0f);
-            for (int key = 0; key < BLOCK; key++)
-                for (int64_t d = 0; d < dim; d++) {
-                    int64_t at = (key / STEP<T> * dim + d) * STEP<T> + key % STEP<T>;
-                    scratch.tail[at] = key < valid ? from[at] : zero;
-                }
+            copy_keys(panels.values[blocks - 1], valid, dim, scratch.tail);
             panels.values[blocks - 1] = scratch.tail;
         }
-        add_scores<ROWS>(scratch.query, dim, panels, next, scratch.scores);
+        find_scores<ROWS>(scratch.query, dim, panels, next, blocks, scratch.scores);
         for (int row = 0; row < ROWS; row++) softmax_round(tile, scratch, start, row, peak[row], total[row]);
         int64_t column = 0;
         if constexpr (ROWS * 4 <= 2 * MAX_ROWS)
