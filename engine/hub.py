@@ -105,7 +105,7 @@ def _fetch_from_hub(name: str, revision: str | None, weights: bool) -> Path:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise FetchError(
             f"{what} is neither a folder here nor in the hub's cache, and the hub is out of reach"
-        ) from error
+        ) from None
     except (errors.HfHubHTTPError, OSError) as error:
         raise FetchError(f"{what} could not be fetched from the hub: {error}") from error
 
@@ -132,6 +132,12 @@ def load_model_config(config: EngineConfig, *, weights: bool = True) -> ModelCon
     heads = hf.num_attention_heads
     if not isinstance(heads, int) or heads < 1:
         raise InvalidParameter("model", f"{config.model}: num_attention_heads is {heads!r}, and must be at least 1")
+    kv_heads = getattr(hf, "num_key_value_heads", None) or heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise InvalidParameter(
+            "model",
+            f"{config.model}: num_attention_heads is {heads}, no multiple of its {kv_heads} num_key_value_heads",
+        )
     rope = _rope(config.model, hf)
     bias = bool(getattr(hf, "attention_bias", False))
     eos = _ids(hf.eos_token_id if path.is_file() else raw.get("eos_token_id"))
@@ -146,7 +152,7 @@ def load_model_config(config: EngineConfig, *, weights: bool = True) -> ModelCon
         intermediate_size=hf.intermediate_size,
         num_layers=hf.num_hidden_layers,
         num_heads=heads,
-        num_kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
+        num_kv_heads=kv_heads,
         head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
         max_model_len=_max_model_len(config, hf.max_position_embeddings, rope),
         dtype=_dtype(config, hf),

@@ -41,10 +41,11 @@ class SpanRecorder:
         self._restore: list[Callable[[], None]] = []
 
     def watch(self, owner: Any, name: str, phase: str, listener: Listener | None = None) -> None:
-        """Counts the calls of a method of one object, or of a function of a module, to a phase.
+        """Counts the calls of a method, or of what a module holds, to a phase.
 
         Args:
-            owner: an object without slots, or a module.
+            owner: an object without slots, a class (for all its objects; static and class methods are not for this), or
+                a module.
         """
         original = getattr(owner, name)
 

@@ -8,17 +8,24 @@ from typing import Any
 
 from engine.profiling.spans import SpanRecorder
 
-STARTUP_PHASES = ("imports", "config", "kernels", "weights", "kv_cache", "tokenizer", "first_token", "rest")
+STARTUP_PHASES = (
+    "interpreter", "imports", "config", "kernels", "weights", "kv_cache", "tokenizer", "first_token", "rest",
+)  # fmt: skip
 
 
-def measure_startup(model: str, engine_args: Mapping[str, Any]) -> dict[str, float]:
+def measure_startup(model: str, engine_args: Mapping[str, Any], launched: float) -> dict[str, float]:
     """Seconds of each of STARTUP_PHASES for this process, which must not have used the engine before.
 
-    The parts of config and tokenizer include transformers' imports, for models that need them.
+    The interpreter's part is what came before this call. The parts of config and tokenizer include transformers'
+    imports, for models that need them. The engine's shutdown is in none.
+
+    Args:
+        launched: when the process was started, in seconds since the epoch.
 
     Raises:
         InvalidParameter: as LLM does.
     """
+    interpreter = time.time() - launched
     recorder = SpanRecorder()
     started = time.perf_counter()
     import engine.core
@@ -45,4 +52,5 @@ def measure_startup(model: str, engine_args: Mapping[str, Any]) -> dict[str, flo
     for span in recorder.spans:
         phases[span.phase] += span.own_seconds
     phases["rest"] = total - sum(phases.values())
+    phases["interpreter"] = interpreter
     return phases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from types import TracebackType
 from typing import Any, Self
 
@@ -57,7 +58,6 @@ class StepProfiler:
         self._core = core
         self._recorder = SpanRecorder()
         self._work = SchedulerOutput(())
-        self._first_span = 0
 
     def __enter__(self) -> Self:
         core, watch = self._core, self._recorder.watch
@@ -109,14 +109,13 @@ class StepProfiler:
         self._work = work
 
     def _end_step(self, args: tuple[Any, ...], result: Any) -> None:
-        spans = self._recorder.spans[self._first_span :]
-        self._first_span = len(self._recorder.spans)
-        work, self._work = self._work, SchedulerOutput(())
-        if not work.steps:
-            return
+        whole, work = self._recorder.spans[-1], self._work
         phases = dict.fromkeys(PHASES, 0.0)
-        for span in spans:
+        # Spans and work of a step that raised, if there was one before, are in no record.
+        for span in takewhile(lambda span: span.start >= whole.start, reversed(self._recorder.spans)):
             phases[span.phase] += span.own_seconds
+        if not phases["schedule"] or not work.steps:
+            return
         num_keys = num_pairs = 0
         for step in work.steps:
             before, count = step.num_computed_tokens, step.num_tokens
@@ -124,8 +123,8 @@ class StepProfiler:
             num_pairs += count * before + count * (count + 1) // 2
         self.steps.append(
             StepRecord(
-                start=spans[-1].start,
-                seconds=spans[-1].seconds,
+                start=whole.start,
+                seconds=whole.seconds,
                 phases=phases,
                 num_requests=len(work.steps),
                 num_tokens=work.num_tokens,

@@ -48,7 +48,8 @@ def load_cpu_kernels(
         if reason := _unsuited(model_config, block_size):
             raise BuildError(reason)
         library = build(levels[0] if choice == "auto" else choice, cache_folder)
-    except BuildError as error:
+        kernels = CpuKernels(library, num_threads)
+    except (BuildError, OSError) as error:
         if choice != "auto":
             raise InvalidParameter.of("cpu_kernels", choice, str(error)) from error
         if quantization is not None:
@@ -57,7 +58,7 @@ def load_cpu_kernels(
         logger.warning("cpu_kernels=torch, which is slower, since %s", error)
         return None
     logger.info("cpu_kernels=%s threads=%d", library.stem, num_threads)
-    return CpuKernels(library, num_threads)
+    return kernels
 
 
 def _unsuited(model: ModelConfig, block_size: int) -> str | None:

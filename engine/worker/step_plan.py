@@ -40,6 +40,11 @@ class StepPlan:
         # The operations hold addresses alone.
         self._recorders = (body, head)
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """What the operations read beside their buffers: weights and KV caches, some of them several times."""
+        return [each for recorder in self._recorders for each in recorder.kept]
+
     def forward(
         self,
         token_ids: Tensor,

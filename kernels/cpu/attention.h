@@ -168,7 +168,8 @@ void attend(const Tile<T>& tile, const Tile<T>& following, AttentionScratch<T>& 
         const int blocks = int((keys + BLOCK - 1) / BLOCK);
         const int64_t valid = tile.context - start - (blocks - 1) * BLOCK;  // keys of the last block and behind it
         if (valid < BLOCK) {
-            // What lies behind the last key was never written: not even zero times it may be added.
+            // What lies behind the last key was never written: not even zero times it may be added. (Later keys of the
+            // same request are added so: one that is not finite shows in the rows before it.)
             copy_keys(panels.values[blocks - 1], valid, dim, scratch.tail);
             panels.values[blocks - 1] = scratch.tail;
         }

@@ -199,9 +199,9 @@ inline void each_group(int64_t groups, const float* bias, int64_t count, Unpack 
         for (int64_t group = 0; group < groups; group++) {
             unpack(group);
             for (int64_t row = 0; row < rows;) {
-                const int count = rows_of_pass(rows - row);
-                add(group, first + row, count, sums + row);
-                row += count;
+                const int pass = rows_of_pass(rows - row);
+                add(group, first + row, pass, sums + row);
+                row += pass;
             }
         }
         for (int64_t row = 0; row < rows; row++) {

@@ -97,7 +97,6 @@ class Batch(ctypes.Structure):
     _fields_ = (
         ("tokens", ctypes.c_int64),
         ("token_ids", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
         ("requests", ctypes.c_int64),
         ("query_start", ctypes.c_void_p),
@@ -112,7 +111,11 @@ class Batch(ctypes.Structure):
 
 
 class CpuKernels:
-    """A built library and the threads that it runs on. Used from one thread at a time; a run releases the GIL."""
+    """A built library and the threads that it runs on. Used from one thread at a time; a run releases the GIL.
+
+    Raises:
+        OSError: the library cannot be loaded, or there are not so many threads to be had.
+    """
 
     def __init__(self, library: Path, num_threads: int) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -130,8 +133,11 @@ class CpuKernels:
             torch.bfloat16: self._library.manta_run_bfloat16,
         }
         pool = ctypes.c_void_p(self._library.manta_pool_create(num_threads))
+        if not pool:
+            raise OSError(f"the system does not give {num_threads:,} threads")
         self._pool = pool
-        weakref.finalize(self, self._library.manta_pool_destroy, pool)
+        # Not at exit: an engine's thread may still run then, and a forked process has none of the pool's threads.
+        weakref.finalize(self, self._library.manta_pool_destroy, pool).atexit = False
 
     def run(self, dtype: torch.dtype, operations: ctypes.Array[Operation], batch: Batch) -> None:
         """Runs a plan, float32 or bfloat16."""

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -34,7 +35,8 @@ struct Grain {
 class Pieces {
    public:
     // Calls span(first, last, next) until all pieces below count were in one, on whichever thread comes here, and
-    // returns when all calls have returned. next: where this thread's following span begins; count is none.
+    // returns when all calls have returned. next: where this thread's following span begins, if that is known by now;
+    // otherwise count.
     template <class Span>
     void run(int64_t count, int threads, Grain grain, Span span) {
         const auto take = [&](int64_t& last) {
@@ -46,12 +48,16 @@ class Pieces {
             } while (!next_.compare_exchange_weak(first, last, std::memory_order_relaxed));
             return first;
         };
-        int64_t next_last = 0;
-        for (int64_t next = take(next_last); next < count;) {
-            const int64_t first = next, last = next_last;
-            next = take(next_last);
+        int64_t last = 0, next_last = 0;
+        for (int64_t first = take(last); first < count;) {
+            // Where few are left, one that was taken ahead would keep another thread from beginning it.
+            const int64_t next = count - last > (threads - 1) * grain.least ? take(next_last) : count;
             span(first, last, next);
             done_.fetch_add(last - first, std::memory_order_acq_rel);
+            if (next < count)
+                first = next, last = next_last;
+            else
+                first = take(last);
         }
         for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) {
             if (spins < SPINS)
@@ -78,8 +84,14 @@ class Job {
 // next one.
 class Pool {
    public:
-    explicit Pool(int threads) : threads_(threads) {
-        for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
+    explicit Pool(int threads) : threads_(threads) {}
+
+    // False where the system does not give so many threads.
+    bool start() try {
+        while (int(workers_.size()) + 1 < threads_) workers_.emplace_back([this] { work(); });
+        return true;
+    } catch (const std::system_error&) {
+        return false;
     }
 
     ~Pool() {

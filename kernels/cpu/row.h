@@ -62,7 +62,6 @@ class Row {
     // +inf counts as the largest number.
     void read(const float* logits, int64_t vocab) {
         logits_ = logits;
-        vocab_ = vocab;
         whole_spans_ = vocab / SPAN;
         std::fill(tail_, tail_ + SPAN, -INF);
         std::copy(logits + whole_spans_ * SPAN, logits + vocab, tail_);
@@ -261,7 +260,7 @@ class Row {
     }
 
     const float* logits_ = nullptr;
-    int64_t vocab_ = 0, whole_spans_ = 0;
+    int64_t whole_spans_ = 0;
     float tail_[SPAN];  // the last tokens, where they do not fill a span
     float best_ = -INF, temperature_ = 1, floor_ = -INF;
     std::vector<float> maxima_, weights_, scratch_, finite_;

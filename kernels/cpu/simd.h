@@ -138,7 +138,7 @@ inline float reduce_max(vfloat x) {
 #endif
 }
 
-// e^x, exactly 0 below -87; two units in the last place. Cody-Waite reduction, then a polynomial of degree 6.
+// e^x, exactly 0 below -87, e^-87 of a NaN; two units in the last place. Cody-Waite reduction, then a polynomial of degree 6.
 inline vfloat vexp(vfloat x) {
     const vfloat magic = splat(12582912.0f);  // adding it rounds to a whole number, which then stands in the low bits
     vfloat low = splat(-87.0f);
@@ -162,7 +162,7 @@ inline vfloat vexp(vfloat x) {
 
 constexpr float LOG2_E = 1.44269504088896341f;
 
-// 2^x, exactly 0 far below -126; its relative error is 2e-9 for a result that stays float32, 3e-6 for one that becomes
+// 2^x, exactly 0 far below -126; to the precision of float32, or with a relative error of 3e-6 for what becomes
 // bfloat16. Minimax polynomials on [-1/2, 1/2] that are 1 at 0.
 template <class T>
 inline vfloat vexp2(vfloat x) {

@@ -45,7 +45,6 @@ struct Operation {
 struct Batch {
     int64_t tokens;
     const int64_t* token_ids;
-    const int64_t* positions;
     const int64_t* slots;
     int64_t requests;
     const int32_t* query_start;
@@ -150,16 +149,17 @@ class Step : public Job {
     }
 
     void linear(const Operation& op, Pieces& pieces) {
-        const int64_t columns = op.epilogue == SILU_AND_MULTIPLY ? 2 * op.out_features : op.out_features;
-        const int64_t panels = op.epilogue == SILU_AND_MULTIPLY ? (op.out_features + LANES - 1) / LANES
-                                                                : (columns + PANEL - 1) / PANEL;
+        const int64_t columns = op.epilogue == SILU_AND_MULTIPLY ? LANES : PANEL;  // of the output, in a panel
+        const int64_t panels = (op.out_features + columns - 1) / columns;
         const int64_t rows = rows_of(op), row_tiles = (rows + ROW_TILE - 1) / ROW_TILE;
         // Panels of a span lie one behind the other in memory.
-        pieces.run(row_tiles * panels, threads_, {2, panels}, [&](int64_t first, int64_t last, int64_t next) {
+        const int64_t count = row_tiles * panels, most = std::max<int64_t>(2, panels);
+        pieces.run(count, threads_, {2, most}, [&](int64_t first, int64_t last, int64_t next) {
             for (int64_t item = first; item < last; item++) {
                 const int64_t first_row = item / panels * ROW_TILE;
                 const int64_t last_row = std::min(first_row + ROW_TILE, rows);
-                apply(op, item % panels, (item + 1 < last ? item + 1 : next) % panels, first_row, last_row);
+                const int64_t after = item + 1 < last || next == count ? std::min(item + 1, count - 1) : next;
+                apply(op, item % panels, after % panels, first_row, last_row);
             }
         });
     }
@@ -383,7 +383,11 @@ void run(void* pool, const manta::Operation* operations, int64_t count, const ma
 }
 }  // namespace
 
-MANTA_API void* manta_pool_create(int threads) { return new manta::Pool(threads); }
+// Null where the system does not give so many threads.
+MANTA_API void* manta_pool_create(int threads) {
+    auto pool = std::make_unique<manta::Pool>(threads);
+    return pool->start() ? pool.release() : nullptr;
+}
 MANTA_API void manta_pool_destroy(void* pool) { delete static_cast<manta::Pool*>(pool); }
 
 // The sizes of the structures, by which the binding sees that it describes them as they are.

@@ -116,17 +116,18 @@ def measure_speed(model: str) -> dict[str | None, list[float]]:
 
 
 def weight_bytes(config: ModelConfig, kernels: CpuKernels, quantization: str | None) -> int:
-    """Bytes of all weights that a step reads, in bfloat16 where they are not quantised."""
+    """Bytes of all weights of a step plan, in bfloat16 where they are not quantised."""
     config = replace(config, dtype="bfloat16", max_model_len=WINDOW)
     runner = Runner(config, kernels=kernels, packing=PACKINGS[quantization])  # type: ignore[index]
     caches = {cache.data_ptr() for pair in runner._caches for cache in pair}
-    weights = {each.data_ptr(): each.nbytes for recorder in runner.model._kept for each in recorder.kept}
+    weights = {each.data_ptr(): each.nbytes for each in runner.model.kept}
     return sum(size for address, size in weights.items() if address not in caches)
 
 
 def main(model: str = "demo") -> None:
     config = load_model_config(EngineConfig(model=model))
     kernels = CpuKernels(build(supported_levels()[0], cache_folder() / "kernels"), available_threads())
+    sizes = {each: weight_bytes(config, kernels, each) / 1e6 for each in QUANTIZATIONS}
     with LLM(model, dtype="float32", max_model_len=2 * WINDOW) as llm:
         windows = read_documents(llm.get_tokenizer()) + write_answers(llm)
     quality = measure_quality(config, kernels, windows, QUANTIZATIONS)
@@ -136,9 +137,8 @@ def main(model: str = "demo") -> None:
     print("|---|---|---|---|---|---|")
     for each in QUANTIZATIONS:
         one, many = speed[each]
-        size = weight_bytes(config, kernels, each) / 1e6
-        row = f"{quality[each].divergence:.5f} | {quality[each].agreement:.2%} | {one:.0f} | {many:.0f} | {size:.0f}"
-        print(f"| {each or 'none'} | {row} |")
+        row = f"{quality[each].divergence:.5f} | {quality[each].agreement:.2%} | {one:.0f} | {many:.0f}"
+        print(f"| {each or 'none'} | {row} | {sizes[each]:.0f} |")
 
 
 if __name__ == "__main__":

@@ -86,11 +86,17 @@ def as_args(config: EngineConfig) -> dict[str, Any]:
 
 @contextmanager
 def checked(files: Iterable[Path | None], plot: Path | None) -> Iterator[None]:
-    """Ends the command in one line where its user can mend something; what a run could not write is told before it."""
+    """Ends the command in one line where its user can mend something; what a run could not write is told before it.
+
+    Nothing is left of the attempt: files appear when the run has something to write.
+    """
     with user_errors():
         for file in (*files, plot):
             if file is not None:
+                is_new = not file.exists()
                 file.open("a").close()
+                if is_new:
+                    file.unlink()
         if plot is not None:
             from app.cli.bench.plot import check_available
 

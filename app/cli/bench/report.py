@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,18 +22,17 @@ if TYPE_CHECKING:
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
-FILE_WIDTH = 140
-"""Characters of a line where the output is no terminal."""
-
-
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table; floats are shown to three digits."""
+    """A table; floats are shown to three digits. It is as wide as its numbers need, wider than the terminal too."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(number(each) if isinstance(each, float | int) else str(each) for each in row))
-    Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
+    console = Console(highlight=False)
+    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    console.width = max(console.width, needed, len(title))
+    console.print(table)
 
 
 def show_efficiency(machine: Machine, efficiency: Mapping[str, Mapping[str, float]]) -> None:

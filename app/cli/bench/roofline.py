@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.config import DTYPE_BYTES, EngineConfig, ModelConfig, available_threads
+from kernels.cpu.library import GROUP
 
 if TYPE_CHECKING:
     from engine import StepRecord
@@ -32,7 +33,7 @@ class Machine:
 
     Attributes:
         gb_per_s: reading memory.
-        gflop_per_s: of a large matrix product in dtype.
+        gflop_per_s: of a large matrix product in dtype, also for engines that multiply in int8.
         load_average: of the last minute; other processes make a run slower than its share of the cores would.
     """
 
@@ -80,15 +81,19 @@ class Cost:
 
 
 def step_cost(model: ModelConfig, step: StepRecord) -> Cost:
-    """Of one step of a dense decoder."""
+    """Of one step of a dense decoder, whose last layer does what follows its attention for sampled tokens alone."""
     width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     queries = model.num_heads * model.head_dim
     layer = model.hidden_size * (width + queries + 3 * model.intermediate_size)
-    body, head = model.num_layers * layer, model.vocab_size * model.hidden_size
-    weights = body + (head if step.num_sampled else 0)
+    tail = model.hidden_size * (queries + 3 * model.intermediate_size)  # the last layer's output projection and MLP
+    of_all = model.num_layers * layer - tail
+    of_sampled = tail + model.vocab_size * model.hidden_size
+    weights = of_all + (of_sampled if step.num_sampled else 0)
+    # In int8, a group of weights has a float32 scale.
+    weight_bytes = 1 + 4 / GROUP if model.quantization else DTYPE_BYTES[model.dtype]
     return Cost(
-        num_bytes=weights * DTYPE_BYTES[model.dtype] + step.num_keys * model.kv_block_bytes(1),
-        flops=2 * (body * step.num_tokens + head * step.num_sampled)
+        num_bytes=weights * weight_bytes + step.num_keys * model.kv_block_bytes(1),
+        flops=2 * (of_all * step.num_tokens + of_sampled * step.num_sampled)
         + 4 * model.num_layers * queries * step.num_pairs,  # query · key, and weight · value
     )
 

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 CHILD = """
 import json, sys
 from engine import measure_startup
-print(json.dumps(measure_startup(sys.argv[1], json.loads(sys.argv[2]))), flush=True)
+print(json.dumps(measure_startup(sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3]))))
 """
 
 
@@ -66,13 +66,9 @@ def startup(
 
 
 def _start(config: EngineConfig) -> dict[str, float]:
-    command = [sys.executable, "-c", CHILD, config.model, json_format.dumps(as_args(config))]
-    started = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        line = child.stdout.readline()
-        total = time.perf_counter() - started
+    command = [sys.executable, "-c", CHILD, config.model, json_format.dumps(as_args(config)), str(time.time())]
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if child.returncode != 0:
         raise fail("the engine did not start; its messages are above", 1)
-    phases: dict[str, float] = json_format.loads(line)
-    return {"interpreter": total - sum(phases.values()), **phases, "total": total}
+    phases: dict[str, float] = json_format.loads(child.stdout)
+    return {**phases, "total": sum(phases.values())}

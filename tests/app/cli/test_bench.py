@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.cli.bench import roofline
+from app.cli.bench import roofline, startup
 from app.cli.bench.options import engine_args, positive_numbers
 from app.cli.bench.workload import file_items, fitted, random_items, trace_items
 from app.cli.main import app
-from engine import InvalidParameter, StepRecord
+from engine import EngineConfig, InvalidParameter, StepRecord
+from engine.config import Quantization
 from engine.tokenizer import load_tokenizer
+from kernels.cpu.library import pack_int8
 from tests.engine.models.tiny import config_of, save_tiny
 
 VOCAB = 1000
@@ -166,11 +168,22 @@ def test_numbers_with_commas(text: str) -> None:
         ["throughput", "--plot", "figure.txt"],
     ],
 )
-def test_user_errors_exit_with_2_and_without_a_traceback(args: list[str], tiny_folder: Path, small: None) -> None:
+def test_user_errors_exit_with_2_and_without_a_traceback(
+    args: list[str], tiny_folder: Path, tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where figure.txt would be
     done = bench(tiny_folder, *args) if "--model" not in args else CliRunner().invoke(app, ["bench", *args])
     assert done.exit_code == 2
     assert isinstance(done.exception, SystemExit)
     assert done.stderr
+
+
+def test_run_that_fails_leaves_no_files_and_changes_none(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("{}")
+    for name in ("old.json", "new.json"):
+        files = ["--json", str(tmp_path / name), "--plot", str(tmp_path / "new.svg")]
+        assert bench(tiny_folder, "throughput", "--trace", "/nope", *files).exit_code == 2
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.json", "{}")]
 
 
 def test_plot_without_matplotlib_says_what_to_install(
@@ -203,15 +216,50 @@ def test_arithmetic_of_a_step_is_that_of_the_model(tmp_path: Path, architecture:
     assert cost.flops == pytest.approx(counter.get_total_flops(), rel=0.005)  # they count the rotary angles
 
 
+def test_last_layer_multiplies_sampled_tokens_alone_behind_its_attention(tmp_path: Path) -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    theirs = save_tiny(tmp_path, "LlamaForCausalLM")
+    tokens, sampled = 40, 3
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        theirs(torch.arange(tokens)[None])
+    counts = counter.get_flop_counts()
+    spared = ("LlamaForCausalLM.model.layers.2.self_attn.o_proj", "LlamaForCausalLM.model.layers.2.mlp")
+    of_all_tokens = sum(sum(counts[name].values()) for name in (*spared, "LlamaForCausalLM.lm_head"))
+    config = config_of(tmp_path)
+    all_sampled, few_sampled = (
+        roofline.step_cost(config, record(tokens=tokens, sampled=number, keys=0, pairs=0)).flops
+        for number in (tokens, sampled)
+    )
+    assert all_sampled - few_sampled == of_all_tokens * (tokens - sampled) / tokens
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int8_w8a8"])
+def test_bytes_of_a_quantised_step_are_those_of_the_packed_weights(tmp_path: Path, quantization: Quantization) -> None:
+    import torch
+
+    # Sizes that fill groups and panels.
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 128}
+    theirs = save_tiny(tmp_path, "LlamaForCausalLM", **sizes)
+    config = config_of(tmp_path, quantization=quantization)
+    weights = [module.weight.detach() for module in theirs.modules() if isinstance(module, torch.nn.Linear)]
+    cost = roofline.step_cost(config, record(tokens=9, sampled=1, keys=16, pairs=0))
+    assert cost.num_bytes == sum(pack_int8(each, step=1).nbytes for each in weights) + config.kv_block_bytes(16)
+
+
 def test_bytes_of_a_step_are_weights_and_visible_keys(tmp_path: Path) -> None:
     theirs = save_tiny(tmp_path, "LlamaForCausalLM", tie_word_embeddings=False)
     config = config_of(tmp_path)
     weights = {name: each.numel() * 4 for name, each in theirs.named_parameters() if "norm" not in name}
     del weights["model.embed_tokens.weight"]
-    head = weights.pop("lm_head.weight")
-    assert roofline.step_cost(config, record(tokens=9, sampled=0, keys=0, pairs=0)).num_bytes == sum(weights.values())
-    both = roofline.step_cost(config, record(tokens=9, sampled=1, keys=32, pairs=0)).num_bytes
-    assert both == sum(weights.values()) + head + 2 * config.kv_block_bytes(16)
+    all_read = roofline.step_cost(config, record(tokens=9, sampled=1, keys=32, pairs=0)).num_bytes
+    assert all_read == sum(weights.values()) + 2 * config.kv_block_bytes(16)
+    for_sampled = [name for name in weights if "lm_head" in name or "layers.2.self_attn.o" in name or "2.mlp" in name]
+    assert len(for_sampled) == 5
+    unread = sum(weights[name] for name in for_sampled)
+    none_sampled = roofline.step_cost(config, record(tokens=9, sampled=0, keys=32, pairs=0)).num_bytes
+    assert none_sampled == all_read - unread
 
 
 def test_roofline_is_the_later_of_memory_and_cores() -> None:
@@ -305,6 +353,12 @@ def test_startup_is_split_into_phases(tiny_folder: Path, tmp_path: Path, small: 
         "interpreter", "imports", "config", "kernels", "weights", "kv_cache", "tokenizer", "first_token", "rest",
     }  # fmt: skip
     assert all(seconds > 0 for seconds in phases.values())
+
+
+def test_start_takes_what_the_new_process_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what passes until that has ended, which includes the engine's shutdown."""
+    monkeypatch.setattr(startup, "CHILD", 'print(\'{"interpreter": 0.25, "rest": 0.5}\')')
+    assert startup._start(EngineConfig(model="none")) == {"interpreter": 0.25, "rest": 0.5, "total": 0.75}
 
 
 @pytest.mark.parametrize("command", ["throughput", "latency", "step"])

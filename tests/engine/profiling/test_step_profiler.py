@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine import EngineConfig, EngineCore, EngineRequest, SamplingParams, StepProfiler
+from engine.outputs import SampledStep, SchedulerOutput
 from engine.profiling.bookkeeping import bookkeeping_core
 from engine.profiling.spans import SpanRecorder
 from engine.profiling.step_profiler import PHASES
@@ -108,6 +109,25 @@ def test_step_without_work_is_not_recorded(core: EngineCore) -> None:
         core.abort(["0"])
         core.step()
     assert profiler.steps == []
+
+
+def test_step_that_raised_is_counted_to_no_other(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(work: SchedulerOutput) -> list[SampledStep]:
+        raise KeyboardInterrupt
+
+    add(core, 5)
+    with StepProfiler(core) as profiler:
+        with monkeypatch.context() as patch:
+            patch.setattr(core._executor, "execute", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                core.step()
+        core.step()  # without work
+        assert profiler.steps == []
+        add(core, 6)
+        run(core)
+    assert [step.num_tokens for step in profiler.steps] == [6, 1, 1]
+    for step in profiler.steps:
+        assert sum(step.phases.values()) == pytest.approx(step.seconds)
 
 
 def nested(events: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -54,6 +54,17 @@ def test_without_a_compiler_torch_serves_with_a_warning(
         load(model_config, tmp_path / "cache", "portable")
 
 
+def test_where_the_library_cannot_be_kept_torch_serves_with_a_warning(
+    model_config: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING):
+        assert load(model_config, tmp_path / "file" / "cache") is None
+    assert "Not a directory" in caplog.text
+    with pytest.raises(InvalidParameter, match=r"cpu_kernels='portable': .*Not a directory"):
+        load(model_config, tmp_path / "file" / "cache", "portable")
+
+
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "bin" / "g++"
     compiler.parent.mkdir()

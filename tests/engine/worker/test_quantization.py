@@ -25,7 +25,7 @@ from kernels.cpu.build import build, supported_levels
 from kernels.cpu.library import GROUP, CpuKernels
 from tests.engine.models.tiny import Runner, config_of, expected_logits, save_tiny
 from tests.engine.questions import questions
-from tests.perf.quantization_quality import measure_quality, windows_of
+from tests.perf.quantization_quality import measure_quality, weight_bytes, windows_of
 
 IDS = [(7 * i * i + 3 * i + 1) % 131 for i in range(75)]
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int8_w8a8")
@@ -180,6 +180,26 @@ def test_the_int8_weight_replaces_the_plain_one(quantization: Quantization) -> N
         del tensor
         assert gone() is None
         assert linear.packed_weight.nbytes == size // 2 + 192 * 576 // 64 * 4
+
+
+def test_bytes_of_a_plan_s_weights(kernels: CpuKernels, tmp_path: Path) -> None:
+    # Sizes that fill groups and panels.
+    model = save_tiny(
+        tmp_path,
+        "LlamaForCausalLM",
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        head_dim=16,
+        vocab_size=128,
+    )
+    dense = sum(module.weight.numel() for module in projections(model))
+    norms = sum(each.numel() for name, each in model.named_parameters() if "norm" in name)
+    others = 2 * model.model.embed_tokens.weight.numel() + 4 * norms
+    config = config_of(tmp_path)
+    assert weight_bytes(config, kernels, None) == 2 * dense + others
+    for quantization in QUANTIZATIONS:
+        assert weight_bytes(config, kernels, quantization) == dense + 4 * dense // GROUP + others
 
 
 @pytest.mark.parametrize(
