@@ -6,6 +6,7 @@ Weights are read from safetensors or GGUF alone: nothing here unpickles, and no 
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,9 @@ _PLAIN_FIELDS: dict[str, type] = {
     "tie_word_embeddings": bool,
 }
 _OLD_NAMES = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype"}
+_MALFORMED = (TypeError, KeyError, AttributeError, ValueError, IndexError, ArithmeticError)
+"""What reading fields of an unexpected kind may raise."""
+
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -102,7 +106,7 @@ def _fetch_from_hub(name: str, revision: str | None, weights: bool) -> Path:
         raise FetchError(f"{what}: the hub has the model, but not this revision") from error
     except errors.RepositoryNotFoundError as error:
         raise FetchError(f"{what}: neither a folder here nor a model on the hub that may be read") from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise FetchError(
             f"{what} is neither a folder here nor in the hub's cache, and the hub is out of reach"
         ) from None
@@ -121,6 +125,18 @@ def load_model_config(config: EngineConfig, *, weights: bool = True) -> ModelCon
         FetchError: it could not be fetched.
     """
     path = resolve_model(config.model, config.revision, weights=weights and config.load_format != "dummy")
+    try:
+        model = _read_model_config(config, path)
+    except InvalidParameter:
+        raise
+    except _MALFORMED as error:
+        rule = f"its config cannot be read: {type(error).__name__}: {error}"
+        raise InvalidParameter.of("model", config.model, rule) from error
+    _check_values(model)
+    return model
+
+
+def _read_model_config(config: EngineConfig, path: Path) -> ModelConfig:
     raw = {} if path.is_file() else _read_json(path / "config.json")
     if raw:
         _check_supported(config.model, raw)
@@ -133,11 +149,6 @@ def load_model_config(config: EngineConfig, *, weights: bool = True) -> ModelCon
     if not isinstance(heads, int) or heads < 1:
         raise InvalidParameter("model", f"{config.model}: num_attention_heads is {heads!r}, and must be at least 1")
     kv_heads = getattr(hf, "num_key_value_heads", None) or heads
-    if kv_heads < 1 or heads % kv_heads:
-        raise InvalidParameter(
-            "model",
-            f"{config.model}: num_attention_heads is {heads}, no multiple of its {kv_heads} num_key_value_heads",
-        )
     rope = _rope(config.model, hf)
     bias = bool(getattr(hf, "attention_bias", False))
     eos = _ids(hf.eos_token_id if path.is_file() else raw.get("eos_token_id"))
@@ -170,13 +181,40 @@ def load_model_config(config: EngineConfig, *, weights: bool = True) -> ModelCon
     )
 
 
+def _check_values(model: ModelConfig) -> None:
+    """Refuses what would compute nonsense, or fail somewhere deep in a layer."""
+
+    def check(name: str, value: Any, right: bool, rule: str) -> None:
+        if not right:
+            raise InvalidParameter("model", f"{model.name}: its config has {name}={value!r}, which must be {rule}")
+
+    sizes = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": model.max_model_len,
+    }
+    for name, size in sizes.items():
+        check(name, size, isinstance(size, int) and size >= 1, "a whole number of at least 1")
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    check("num_attention_heads", heads, heads % kv_heads == 0, f"a multiple of num_key_value_heads={kv_heads}")
+    for name, number in {"rms_norm_eps": model.rms_norm_eps, "rope_theta": model.rope.theta}.items():
+        check(name, number, 0 < number < math.inf, "a positive number")
+    for window in model.sliding_window:
+        check("sliding_window", window, window is None or (isinstance(window, int) and window >= 1), "at least 1")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """The file's object; empty where there is no file."""
     if not path.is_file():
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidParameter("model", f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidParameter("model", f"{path} does not hold a JSON object")
@@ -251,6 +289,7 @@ def _architecture(name: str, hf: Fields) -> str:
 def _rope(name: str, hf: Fields) -> RopeConfig:
     scaling = dict(hf.rope_parameters or {})
     theta = scaling.pop("rope_theta", None)
+    theta = 10_000.0 if theta is None else float(theta)
     rope_type = scaling.pop("rope_type", "default")
     scaling.pop("type", None)  # the older name of rope_type
     if scaling.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
@@ -260,9 +299,9 @@ def _rope(name: str, hf: Fields) -> RopeConfig:
             "model", name, f"its rope type {rope_type!r} is not supported; these are: {', '.join(ROPE_TYPES)}"
         )
     if rope_type == "default":
-        return RopeConfig(theta=float(theta or 10_000.0))
+        return RopeConfig(theta=theta)
     scaling.setdefault("original_max_position_embeddings", hf.max_position_embeddings)
-    return RopeConfig(theta=float(theta or 10_000.0), rope_type=rope_type, scaling=scaling)
+    return RopeConfig(theta=theta, rope_type=rope_type, scaling=scaling)
 
 
 def _max_model_len(config: EngineConfig, positions: int, rope: RopeConfig) -> int:
@@ -293,9 +332,12 @@ def _dtype(config: EngineConfig, hf: Fields) -> DType:
 
 
 def _sliding_window(hf: Fields) -> tuple[int | None, ...]:
-    """One entry a layer. Mistral's window holds for all of them, Qwen's for those that layer_types names."""
+    """One entry a layer. Mistral's window holds for all of them, Qwen's for those that layer_types names.
+
+    Llama has none, whatever its config says.
+    """
     layers = hf.num_hidden_layers
-    window = getattr(hf, "sliding_window", None)
+    window = None if hf.model_type == "llama" else getattr(hf, "sliding_window", None)
     if window is None or not getattr(hf, "use_sliding_window", True):
         return (None,) * layers
     types = getattr(hf, "layer_types", None) or ["sliding_attention"] * layers

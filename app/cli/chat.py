@@ -22,7 +22,7 @@ def chat(
     url: Annotated[str, typer.Option(help="Where the service is.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Which of its models; the first one if not given.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to start with.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 1024,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
@@ -63,6 +63,9 @@ def chat(
                 for text in answer:
                     typer.echo(text, nl=False)
             typer.echo()
+            if conversation.cut_at is not None:
+                reason = "--max-tokens allows more" if conversation.cut_at == max_tokens else "the context is full"
+                typer.secho(f"… cut at {conversation.cut_at:,} tokens; {reason}", dim=True, err=True)
         except KeyboardInterrupt:
             typer.echo(" …")
         except OpenAIError as error:
@@ -73,13 +76,18 @@ def chat(
 
 
 class Conversation:
-    """Messages so far, and the way to the next one."""
+    """Messages so far, and the way to the next one.
+
+    Attributes:
+        cut_at: tokens of the last answer, where it ended for its length alone.
+    """
 
     def __init__(self, client: OpenAI, model: str, system: str | None, options: dict[str, Any]) -> None:
         self._client = client
         self._model = model
         self._system = system
         self._options = options
+        self.cut_at: int | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -93,14 +101,20 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         parts: list[str] = []
-        body = {"model": self._model, "messages": messages, "stream": True, **self._options}
+        self.cut_at = None
+        is_cut = False
+        streaming = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"model": self._model, "messages": messages, **streaming, **self._options}
         try:
             with self._client.chat.completions.create(**_known(body)) as stream:
                 for chunk in stream:
                     for choice in chunk.choices:
+                        is_cut = choice.finish_reason == "length"
                         if choice.delta.content:
                             parts.append(choice.delta.content)
                             yield choice.delta.content
+                    if chunk.usage is not None and is_cut:
+                        self.cut_at = chunk.usage.completion_tokens
         finally:
             if parts:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]

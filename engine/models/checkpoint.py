@@ -27,13 +27,16 @@ def safetensors_files(folder: Path) -> list[Path]:
 
     Raises:
         InvalidParameter: there are none; a folder of pickles (.bin, .pth) is refused, since those may run code.
-        CheckpointError: a shard of the index is not there.
+        CheckpointError: the index is damaged, or a shard of it is not there.
     """
     if (folder / INDEX).is_file():
-        shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        try:
+            shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{folder / INDEX} is damaged: {type(error).__name__}: {error}") from error
         for shard in shards:
             # A shard is a file of this folder: an index must not lead elsewhere.
-            if Path(shard).name != shard or not (folder / shard).is_file():
+            if Path(str(shard)).name != shard or not (folder / shard).is_file():
                 raise CheckpointError(f"{INDEX} names {shard}, which is not in {folder}")
         return [folder / shard for shard in shards]
     if (folder / "model.safetensors").is_file():
@@ -49,10 +52,14 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 def read_safetensors(folder: Path) -> Tensors:
     """Tensors of a model folder; each is read from its file when its turn comes, and is valid until the next."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     for path in safetensors_files(folder):
-        with safe_open(path, framework="pt") as file:
+        try:
+            file = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        with file:
             for name in file.keys():  # noqa: SIM118 (the file is no mapping)
                 yield name, file.get_tensor(name)
 

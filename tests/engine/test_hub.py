@@ -240,8 +240,18 @@ def test_sampling_defaults_of_generation_config(
         ),
         ({"model_type": "made_up"}, "model_type 'made_up' is not supported"),
         (QWEN2 | {"num_attention_heads": 0}, "num_attention_heads is 0, and must be at least 1"),
-        (LLAMA | {"num_attention_heads": 9, "hidden_size": 72}, "is 9, no multiple of its 2 num_key_value_heads"),
-        (LLAMA | {"num_key_value_heads": 8}, "is 4, no multiple of its 8 num_key_value_heads"),
+        (LLAMA | {"num_attention_heads": 9, "hidden_size": 72}, "num_attention_heads=9, which must be a multiple of"),
+        (
+            LLAMA | {"num_key_value_heads": 8},
+            "num_attention_heads=4, which must be a multiple of num_key_value_heads=8",
+        ),
+        (LLAMA | {"architectures": 5}, "its config cannot be read: TypeError"),
+        (LLAMA | {"hidden_size": -96}, "hidden_size=-96, which must be a whole number of at least 1"),
+        (LLAMA | {"head_dim": -16}, "head_dim=-16"),
+        (LLAMA | {"max_position_embeddings": -1}, "max_position_embeddings=-1"),
+        (LLAMA | {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0, which must be a positive number"),
+        (LLAMA | {"rope_theta": 0.0}, "rope_theta=0.0, which must be a positive number"),
+        (MISTRAL | {"sliding_window": -4}, "sliding_window=-4, which must be at least 1"),
         (LLAMA | {"architectures": ["Own"], "auto_map": {"AutoConfig": "own.Config"}}, "Own is not supported"),
         (LLAMA | {"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
         (LLAMA | {"hidden_act": "gelu"}, "activation 'gelu'"),
@@ -253,6 +263,11 @@ def test_sampling_defaults_of_generation_config(
 def test_what_is_not_supported_is_named(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         load(tmp_path, config)
+
+
+def test_llama_has_no_window_whatever_its_config_says(tmp_path: Path) -> None:
+    assert load(tmp_path, LLAMA | {"sliding_window": 8}).sliding_window == (None,) * 3
+    assert load(tmp_path, MISTRAL | {"sliding_window": 8}).sliding_window == (8,) * 3
 
 
 def test_files_that_are_not_json_or_not_sensible_are_named(tmp_path: Path) -> None:

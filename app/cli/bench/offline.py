@@ -107,7 +107,8 @@ def measure(
             llm, source, trace, count=count, input_len=input_len, output_len=output_len, shared_prefix=shared_prefix
         )
         rounds = [run(llm, items, use_tqdm=sys.stderr.isatty()) for _ in range(warmup + num_iters)][warmup:]
-        near = efficiency(llm.model_config, machine, [step for each in rounds for step in each.steps])
+    machine = machine.or_better(measure_machine(config, llm.model_config.dtype))
+    near = efficiency(llm.model_config, machine, [step for each in rounds for step in each.steps])
     return Measured(machine, rounds, near)
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -22,17 +23,22 @@ if TYPE_CHECKING:
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
+WIDTH = 10_000
+"""Characters that a table may take: all it needs, since a number that is cut says something else."""
+
+FASTER = (
+    "Above 100 %: the machine was faster during the run than when it was measured, or its caches held what was read."
+)
+
+
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table; floats are shown to three digits. It is as wide as its numbers need, wider than the terminal too."""
+    """A table, wider than the terminal where its cells are; floats are shown to three digits."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(number(each) if isinstance(each, float | int) else str(each) for each in row))
-    console = Console(highlight=False)
-    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-    console.width = max(console.width, needed, len(title))
-    console.print(table)
+    Console(highlight=False, width=WIDTH).print(table)
 
 
 def show_efficiency(machine: Machine, efficiency: Mapping[str, Mapping[str, float]]) -> None:
@@ -57,6 +63,8 @@ def show_efficiency(machine: Machine, efficiency: Mapping[str, Mapping[str, floa
         f"load average before: {machine.load_average:.1f}"
     )
     show(title, ("", "steps", "GB/s", "of it", "GFLOP/s", "of it", "of the roofline"), rows)
+    if any(each[f"{name}_percent"] > 100 for each in efficiency.values() for name in ("gb_per_s", "gflop_per_s")):
+        typer.echo(FASTER)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

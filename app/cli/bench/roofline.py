@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,14 @@ class Machine:
     gb_per_s: float
     gflop_per_s: float
     load_average: float
+
+    def or_better(self, again: Machine) -> Machine:
+        """The better of two measurements, with the load before the first."""
+        return replace(
+            self,
+            gb_per_s=max(self.gb_per_s, again.gb_per_s),
+            gflop_per_s=max(self.gflop_per_s, again.gflop_per_s),
+        )
 
 
 def measure_machine(config: EngineConfig, dtype: str) -> Machine:
@@ -102,31 +110,38 @@ def efficiency(model: ModelConfig, machine: Machine, steps: Iterable[StepRecord]
     """How near a run comes to the machine.
 
     Returns:
-        For `decode` (steps in which each request computes one token) and `prefill` (the others), where there are such
-        steps: their number and seconds, the GB/s and GFLOP/s reached and their percentage of what the machine can do,
-        and the percentage of the roofline.
+        `reached` for `decode` (steps in which each request computes one token) and `prefill` (the others), where there
+        are such steps.
     """
     kinds: dict[str, list[StepRecord]] = {"decode": [], "prefill": []}
     for step in steps:
         kinds["decode" if step.is_decode else "prefill"].append(step)
-    result: dict[str, Any] = {}
-    for kind, chosen in kinds.items():
-        if not chosen:
-            continue
-        seconds = sum(step.seconds for step in chosen)
-        costs = [step_cost(model, step) for step in chosen]
-        rate = sum(cost.num_bytes for cost in costs) / seconds / 1e9
-        speed = sum(cost.flops for cost in costs) / seconds / 1e9
-        result[kind] = {
-            "steps": len(chosen),
-            "seconds": seconds,
-            "gb_per_s": rate,
-            "gb_per_s_percent": 100 * rate / machine.gb_per_s,
-            "gflop_per_s": speed,
-            "gflop_per_s_percent": 100 * speed / machine.gflop_per_s,
-            "roofline_percent": 100 * sum(cost.seconds(machine) for cost in costs) / seconds,
-        }
-    return result
+    return {
+        kind: reached(model, machine, chosen, sum(step.seconds for step in chosen))
+        for kind, chosen in kinds.items()
+        if chosen
+    }
+
+
+def reached(model: ModelConfig, machine: Machine, steps: Sequence[StepRecord], seconds: float) -> dict[str, float]:
+    """What steps that took so many seconds came to.
+
+    Returns:
+        Their number and seconds, the GB/s and GFLOP/s reached and their percentage of what the machine can do, and the
+        percentage of the roofline.
+    """
+    costs = [step_cost(model, step) for step in steps]
+    rate = sum(cost.num_bytes for cost in costs) / seconds / 1e9
+    speed = sum(cost.flops for cost in costs) / seconds / 1e9
+    return {
+        "steps": len(steps),
+        "seconds": seconds,
+        "gb_per_s": rate,
+        "gb_per_s_percent": 100 * rate / machine.gb_per_s,
+        "gflop_per_s": speed,
+        "gflop_per_s_percent": 100 * speed / machine.gflop_per_s,
+        "roofline_percent": 100 * sum(cost.seconds(machine) for cost in costs) / seconds,
+    }
 
 
 def _best_seconds(work: Callable[[], object], wait: Callable[[], None]) -> float:

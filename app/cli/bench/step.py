@@ -36,7 +36,8 @@ def step(
 
     --json: an object with command, version, machine, settings, roofline, and two lists: bookkeeping (running, context,
     waiting, blocks) and engine (running, context, efficiency), each entry with phases_ms (a phase to its mean, p10 …
-    p99 in milliseconds; bookkeeping is schedule, inputs and update together, total is the step).
+    p99 in milliseconds; bookkeeping is schedule, inputs and update together, total is the step). Efficiency is that
+    of the median step.
     """
     with checked((json, profile), plot):
         counts = positive_numbers("running", running)
@@ -60,7 +61,9 @@ def step(
             for pool in pools
         ]
         show_phases("Bookkeeping, without a model: median ms", ("running", "context", "waiting", "blocks"), bookkeeping)
-        measured, trace = engine_steps(config, model_config, machine, counts, contexts, warmup=warmup, steps=num_iters)
+        measured, machine, trace = engine_steps(
+            config, model_config, machine, counts, contexts, warmup=warmup, steps=num_iters
+        )
         show_phases("The engine: median ms", ("running", "context"), measured)
         near = {f"{each['running']} requests of {each['context']}": each["efficiency"] for each in measured}
         show_efficiency(machine, near)

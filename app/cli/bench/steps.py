@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from app.cli.bench.report import percentiles, show
-from app.cli.bench.roofline import Machine, efficiency
+from app.cli.bench.roofline import Machine, measure_machine, reached
 from engine import (
     EngineConfig,
     EngineCore,
@@ -54,8 +55,8 @@ def engine_steps(
     *,
     warmup: int,
     steps: int,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Phases of the model's steps, and the trace of all of them.
+) -> tuple[list[dict[str, Any]], Machine, dict[str, Any]]:
+    """Phases of the model's steps, the machine as it was at its best before and after them, and the trace of all.
 
     Raises:
         InvalidParameter: see LLM; or the model's context is too short.
@@ -72,18 +73,25 @@ def engine_steps(
     core = EngineCore.from_config(
         _sized(config, running, max(needed, -(-model_config.max_model_len // config.block_size)))
     )
-    results = []
+    runs: list[tuple[dict[str, int], list[StepRecord]]] = []
     with StepProfiler(core) as profiler:
         for count in counts:
             for context in contexts:
                 output_len = _output_len(config, count, context, warmup + steps)
                 _decode(core, count, context, 0, output_len, warmup + steps)
-                measured = profiler.steps[-steps:]
-                near = efficiency(model_config, machine, measured)["decode"]
-                kind = {"running": count, "context": context}
-                results.append({**kind, "phases_ms": _phases(measured), "efficiency": near})
+                runs.append(({"running": count, "context": context}, profiler.steps[-steps:]))
     core.shutdown()
-    return results, profiler.chrome_trace()
+    machine = machine.or_better(measure_machine(config, model_config.dtype))
+    results = [
+        {**kind, "phases_ms": _phases(run), "efficiency": reached_at_median(model_config, machine, run)}
+        for kind, run in runs
+    ]
+    return results, machine, profiler.chrome_trace()
+
+
+def reached_at_median(model: ModelConfig, machine: Machine, steps: Sequence[StepRecord]) -> dict[str, float]:
+    """`roofline.reached` if each of these like steps had taken as long as their median: one may be a stall."""
+    return reached(model, machine, steps, len(steps) * median(step.seconds for step in steps))
 
 
 def medians(result: dict[str, Any]) -> dict[str, float]:

@@ -2,18 +2,21 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.cli.bench import roofline, startup
+from app.cli.bench import report, roofline, startup
 from app.cli.bench.options import engine_args, positive_numbers
+from app.cli.bench.steps import reached_at_median
 from app.cli.bench.workload import file_items, fitted, random_items, trace_items
 from app.cli.main import app
 from engine import EngineConfig, InvalidParameter, StepRecord
 from engine.config import Quantization
+from engine.hub import load_model_config
 from engine.tokenizer import load_tokenizer
 from kernels.cpu.library import pack_int8
 from tests.engine.models.tiny import config_of, save_tiny
@@ -266,6 +269,48 @@ def test_roofline_is_the_later_of_memory_and_cores() -> None:
     machine = roofline.Machine("cpu", 1, "float32", gb_per_s=10, gflop_per_s=100, load_average=0)
     assert roofline.Cost(num_bytes=20e9, flops=100e9).seconds(machine) == 2
     assert roofline.Cost(num_bytes=20e9, flops=300e9).seconds(machine) == 3
+
+
+def test_machine_is_the_better_of_two_measurements() -> None:
+    first = roofline.Machine("cpu", 1, "float32", gb_per_s=10, gflop_per_s=100, load_average=0.5)
+    second = roofline.Machine("cpu", 1, "float32", gb_per_s=9, gflop_per_s=120, load_average=2)
+    best = first.or_better(second)
+    assert (best.gb_per_s, best.gflop_per_s, best.load_average) == (10, 120, 0.5)
+
+
+def test_stall_leaves_the_share_of_like_steps_as_it_is(tiny_folder: Path) -> None:
+    model = load_model_config(EngineConfig(model=str(tiny_folder), load_format="dummy"))
+    machine = roofline.Machine("cpu", 1, "float32", gb_per_s=10, gflop_per_s=100, load_average=0)
+    like = [record(tokens=1, sampled=1, keys=16, pairs=16)] * 4
+    stalled = [*like, replace(like[0], seconds=60.0)]
+    even, uneven = (reached_at_median(model, machine, steps) for steps in (like, stalled))
+    assert (even.pop("steps"), uneven.pop("steps")) == (4, 5)
+    assert (even.pop("seconds"), uneven.pop("seconds")) == (4, 5)
+    assert uneven == pytest.approx(even)
+
+
+# ---- tables ----
+
+
+def test_tables_keep_their_numbers_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    numbers = [f"{index + 1000}.0001" for index in range(12)]
+    report.show("Latency", ("", *(f"p{index}" for index in range(12))), [["time per output token, s", *numbers]])
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert any(all(each in line for each in numbers) for line in shown.splitlines())
+
+
+@pytest.mark.parametrize(("percent", "is_told"), [(99.0, False), (101.0, True)])
+def test_share_above_the_machine_is_explained(
+    percent: float, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = roofline.Machine("cpu", 1, "float32", gb_per_s=10, gflop_per_s=100, load_average=0)
+    names = ("steps", "gb_per_s", "gflop_per_s", "gflop_per_s_percent", "roofline_percent")
+    report.show_efficiency(machine, {"decode": {**dict.fromkeys(names, 1.0), "gb_per_s_percent": percent}})
+    assert (report.FASTER in capsys.readouterr().out) is is_told
 
 
 # ---- the commands, on a tiny model ----

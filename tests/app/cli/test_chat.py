@@ -32,6 +32,23 @@ def test_lines_are_answered_and_the_conversation_is_kept(serve: Serve, tokenizer
     assert (engine.requests[0].params.temperature, engine.requests[0].params.top_k) == (0, 3)
 
 
+def test_answer_that_is_cut_is_told(serve: Serve, tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "Hello", " there", ends=False)
+    num_tokens = len(tokenizer.encode("Hello")) + len(tokenizer.encode(" there"))
+    url = serve(engine)
+    at_limit = CliRunner().invoke(app, ["chat", "--url", url, "--max-tokens", str(num_tokens)], input="x\n")
+    assert at_limit.stdout == "Hello there\n"
+    assert at_limit.stderr == f"… cut at {num_tokens} tokens; --max-tokens allows more\n"
+    before = CliRunner().invoke(app, ["chat", "--url", url], input="x\n")
+    assert before.stderr == f"… cut at {num_tokens} tokens; the context is full\n"
+
+
+def test_answer_that_ends_is_not_told_to_be_cut(serve: Serve, tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "Hello")
+    done = CliRunner().invoke(app, ["chat", "--url", serve(engine)], input="x\n")
+    assert (done.stdout, done.stderr) == ("Hello\n", "")
+
+
 def test_no_service_is_one_line() -> None:
     done = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:9"], input="x\n")
     assert done.exit_code == 1

@@ -55,6 +55,23 @@ def test_missing_shard_is_named(tmp_path):
         load(config_of(tmp_path))
 
 
+@pytest.mark.parametrize("index", ["", "{", "[]", "null", '{"weight_map": 5}', '{"weight_map": {"a": 5}}'])
+def test_a_damaged_index_is_named(saved, index):
+    _, config = saved
+    (config.path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        load(config)
+
+
+@pytest.mark.parametrize("length", [0, 5, 1000])
+def test_a_damaged_file_is_named(saved, length):
+    _, config = saved
+    path = config.path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load(config)
+
+
 def test_index_may_not_lead_out_of_the_folder(saved):
     _, config = saved
     (config.path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
