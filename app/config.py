@@ -88,7 +88,7 @@ class ModelDeployment(_Strict):
         try:
             self.engine_config()
         except InvalidParameter as error:
-            raise PydanticCustomError("engine", "engine.{message}", {"message": str(error)}) from None
+            raise PydanticCustomError("engine", "engine: {message}", {"message": str(error)}) from None
         return self
 
     def engine_config(self) -> EngineConfig:

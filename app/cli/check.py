@@ -39,7 +39,7 @@ def check(file: Annotated[Path, typer.Argument(help="A service file, as `serve r
         problems.append(f"port {port} on {host} is in use; end what uses it, or choose another under http_options")
     if problems:
         raise fail("\n".join(problems))
-    typer.echo(f"{file} is right", err=True)
+    typer.echo(f"{file} is right; its models are looked up when it is started", err=True)
 
 
 def _check_args(args: Any, where: str) -> list[str]:
