@@ -6,18 +6,22 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TRITON := 3.9.0
 
 .PHONY: setup serve test lint format bench-peers
 
 setup: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Manta needs Python 3.11 or newer; choose one with make PYTHON=..." >&2; exit 1; }
 	@echo "Setting up .venv; this takes a minute or two."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) -e '.[dev]'
+	$(PIP) -c constraints.txt $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) torch
+	@# A CUDA build of torch brings the one triton that it works with; pinning that as well would contradict it.
+	@$(BIN)/python -c 'import triton' 2>/dev/null || [ "$$(uname)" != Linux ] || $(PIP) triton==$(TRITON)
+	$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 serve: setup

@@ -120,3 +120,162 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos[:, None], swapped, sin[:, None])
+
+
+# What feeds a step, around the layers' own operations.
+
+
+def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+    """The table's rows of integers [tokens]: [vocab, size] to [tokens, size]."""
+    return F.embedding(token_ids, table)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> Tensor:
+    """Norms and rotates queries and keys; stores keys and values in the paged cache.
+
+    Args:
+        qkv: [tokens, (heads + 2 * kv_heads) * head_dim], all queries, then all keys, then all values.
+        cosines, sines: float32 [tokens, head_dim / 2], of the angles of the pairs (i, i + head_dim / 2).
+        slots: int32 [tokens], block * block_size + offset; nothing is stored for a negative one.
+        key_cache, value_cache: [blocks, kv_heads, block_size, head_dim], written; float8_e4m3fn with scales.
+        norm: weight of the queries' rms_norm and of the keys', [head_dim] each, and eps; over each head, before the
+            rotation.
+        key_scales, value_scales: float32 [blocks, kv_heads, block_size], written: see quantize_fp8.
+
+    Returns:
+        The queries, [tokens, heads, head_dim] in qkv's type. The rotation is float32 and rounded once.
+    """
+    tokens, _ = qkv.shape
+    block_size, head_dim = key_cache.shape[2:]
+    query, key, value = qkv.view(tokens, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    if norm is not None:
+        query_weight, key_weight, eps = norm
+        query, key = rms_norm(query, query_weight, eps), rms_norm(key, key_weight, eps)
+    query, key = _rotate(query, cosines, sines), _rotate(key, cosines, sines)
+
+    stored = slots >= 0
+    blocks, offsets = slots[stored].long() // block_size, slots[stored].long() % block_size
+    for cache, scales, vectors in ((key_cache, key_scales, key), (value_cache, value_scales, value)):
+        vectors = vectors[stored]
+        if scales is not None:
+            vectors, scales[blocks, :, offsets] = quantize_fp8(vectors)
+        cache[blocks, :, offsets] = vectors.to(cache.dtype)
+    return query.to(qkv.dtype)
+
+
+def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """[tokens, heads, head_dim] in any type to float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cosines[:, None], sines[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors [..., size] to float8_e4m3fn of the same shape and their scales, float32 [...]: x is about fp8 * scale.
+
+    A vector's largest entry becomes 448, the type's largest number; a zero vector has scale 1.
+    """
+    largest = x.float().abs().amax(-1)
+    scale = torch.where(largest > 0, largest / 448, 1.0)
+    return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
+def gather_step(
+    token_table: Tensor,
+    block_tables: Tensor,
+    table_rows: Tensor,
+    query_start: Tensor,
+    num_computed: Tensor,
+    token_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    *,
+    num_requests: int,
+    padded: int,
+    block_size: int,
+    max_query_len: int,
+) -> None:
+    """Fills a step's arrays from the tables of the running requests; all int32.
+
+    Args:
+        token_table: [rows, max_model_len].
+        block_tables: [rows, max_blocks].
+        table_rows, num_computed: [at least num_requests].
+        query_start: [at least num_requests + 1].
+        token_ids, positions, slots: written, one entry for each token and then one for each padded request.
+        context_lens: written, one entry for each request, padded ones included.
+        padded: requests with the padding, num_requests without. A padded request has context 0 and one token, with
+            id 0, position 0 and slot -1.
+        max_query_len: no request has more tokens in this step; a bound for kernels alone.
+    """
+    starts = query_start[: num_requests + 1].tolist()
+    for request in range(num_requests):
+        row, computed = int(table_rows[request]), int(num_computed[request])
+        tokens = slice(starts[request], starts[request + 1])
+        end = computed + tokens.stop - tokens.start
+        position = torch.arange(computed, end, device=positions.device)
+        token_ids[tokens] = token_table[row, computed:end]
+        positions[tokens] = position
+        slots[tokens] = block_tables[row, position // block_size] * block_size + position % block_size
+        context_lens[request] = end
+    padding = slice(starts[-1], starts[-1] + padded - num_requests)
+    token_ids[padding], positions[padding], slots[padding] = 0, 0, -1
+    context_lens[num_requests:padded] = 0
+
+
+def write_segments(table: Tensor, rows: Tensor, columns: Tensor, starts: Tensor, values: Tensor) -> None:
+    """table[rows[i], columns[i] + j] = values[starts[i] + j] for each segment i and j < starts[i + 1] - starts[i]."""
+    bounds = starts.tolist()
+    for row, column, start, end in zip(rows.tolist(), columns.tolist(), bounds, bounds[1:], strict=False):
+        table[row, column : column + end - start] = values[start:end]
+
+
+def store_tokens(token_table: Tensor, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+    """token_table[rows[i], positions[i]] = token_ids[i], but for positions beyond the row, which are left out."""
+    fitting = positions < token_table.shape[1]
+    token_table[rows[fitting], positions[fitting]] = token_ids[fitting]
+
+
+def count_tokens(counts: Tensor, token_ids: Tensor, num_prompt: int) -> None:
+    """Adds a request's tokens to its counts.
+
+    Args:
+        counts: int32 [at least vocab], (times in the output << 1) | in the prompt.
+        token_ids: int32 [tokens], the first num_prompt of them the prompt's.
+    """
+    counts[token_ids[:num_prompt].long()] |= 1
+    counts += 2 * torch.bincount(token_ids[num_prompt:], minlength=len(counts)).int()
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of one token a row and of the row's k best tokens.
+
+    Args:
+        logits: float [n, vocab]; NaN counts as -inf, +inf as the largest number.
+        token_ids: integers [n].
+
+    Returns:
+        Token ids int32 [n, 1 + k], the token itself and then the best ones, equal ones by lower id; float32 [n, 1 + k],
+        their log-probabilities, -inf in a row of impossible tokens; int32 [n], 1 + how many tokens are better.
+    """
+    impossible = float("-inf")
+    logits = logits.float().nan_to_num(nan=impossible, posinf=torch.finfo(torch.float32).max, neginf=impossible)
+    order = logits.sort(dim=1, descending=True, stable=True).indices
+    ids = torch.cat((token_ids[:, None], order[:, :k]), dim=1)
+    chosen = logits.gather(1, ids)
+    logprobs = logits.double().log_softmax(-1).gather(1, ids).float().nan_to_num(nan=impossible, neginf=impossible)
+    return ids.int(), logprobs, 1 + (logits > chosen[:, :1]).sum(1).int()

@@ -11,6 +11,8 @@ from pathlib import Path
 # Before anything imports ray or torch.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Triton's kernels run in its interpreter, which has to be known before they are imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 
