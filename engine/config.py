@@ -17,11 +17,15 @@ from engine.sampling_params import InvalidParameter
 DType = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 CpuKernels = Literal["auto", "avx512_bf16", "avx512", "avx2", "portable", "torch"]
+GpuKernels = Literal["auto", "triton", "torch"]
+KVCacheDType = Literal["auto", "fp8"]
 Quantization = Literal["int8", "int8_w8a8"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 GIB = 1 << 30
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+FP8_SCALE_BYTES = 4
+"""Of the scale that a token's key, or value, has in each head."""
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -57,14 +61,20 @@ class EngineConfig:
             gpu_memory_utilization.
         gpu_memory_utilization: share of a GPU's memory that the engine may fill.
         num_kv_blocks: this many blocks, whatever the memory.
+        kv_cache_dtype: of keys and values; `auto` is the model's, `fp8` (e4m3 with a scale for each token and head)
+            holds nearly twice as many in the same memory, on GPUs of compute capability 8.9 or newer.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         scheduling_policy: `fcfs`, or `priority` (a lower number runs first, then arrival).
+        async_scheduling: schedule a step while the one before it runs; None does so on a GPU alone.
         max_logprobs: most alternatives a request may ask for.
         refuse_excess_max_tokens: refuse a max_tokens that the context cannot hold, where otherwise it is cut to it.
         seed: of dummy weights.
         num_threads: CPU threads of a step; None is what the process may use.
         cpu_kernels: instruction set of the C++ kernels on a CPU; `auto` is the best that the processor has, `torch`
             does without them.
+        gpu_kernels: `auto` takes the Triton kernels on a GPU, `torch` does without them; `triton` on a CPU runs them in
+            Triton's interpreter, which is for tests.
+        enforce_eager: do without CUDA graphs on a GPU; slower steps, but a quicker start and less memory.
         quantization: of dense weights, at load, on a CPU: `int8` is of weights alone, `int8_w8a8` of activations too.
         debug_integrity: check all bookkeeping whenever the engine is idle.
     """
@@ -81,13 +91,17 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     num_kv_blocks: int | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
+    async_scheduling: bool | None = None
     max_logprobs: int = 20
     refuse_excess_max_tokens: bool = False
     seed: int = 0
     num_threads: int | None = None
     cpu_kernels: CpuKernels = "auto"
+    gpu_kernels: GpuKernels = "auto"
+    enforce_eager: bool = False
     quantization: Quantization | None = None
     debug_integrity: bool = False
 
@@ -98,9 +112,16 @@ class EngineConfig:
         _choice("dtype", self.dtype, ("auto", *get_args(DType)))
         _choice("device", self.device, ("auto", "cpu", "cuda"))
         _choice("cpu_kernels", self.cpu_kernels, get_args(CpuKernels))
+        _choice("gpu_kernels", self.gpu_kernels, get_args(GpuKernels))
+        _choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
         if self.quantization is not None:
             _choice("quantization", self.quantization, get_args(Quantization))
-            for name, value in (("device", "cuda"), ("cpu_kernels", "torch"), ("dtype", "float16")):
+            for name, value in (
+                ("device", "cuda"),
+                ("cpu_kernels", "torch"),
+                ("gpu_kernels", "triton"),
+                ("dtype", "float16"),
+            ):
                 if getattr(self, name) == value:
                     rule = f"needs the C++ kernels of a CPU, which {name}={value!r} rules out"
                     raise InvalidParameter.of("quantization", self.quantization, rule)
@@ -158,11 +179,12 @@ class ModelConfig:
     """What the engine has to know of a model; made by `engine.hub.load_model_config`.
 
     Attributes:
-        name: as the user named it; with revision, dtype, quantization and block size the root of block hashes.
+        name: as the user named it; with revision, dtypes, quantization and block size the root of block hashes.
         path: the folder (or the .gguf file) that holds it.
         architecture: transformers' class name, `LlamaForCausalLM`.
         max_model_len: longest prompt plus output in tokens that this engine serves.
         quantization: of dense weights; keys and values follow from it.
+        kv_cache_dtype: of keys and values; `auto` is dtype.
         head_dim: of queries, keys and values.
         sliding_window: keys that a token sees in a layer, itself included; None sees all. One entry a layer.
         qk_norm: queries and keys are RMS-normed per head before the rotation.
@@ -183,6 +205,7 @@ class ModelConfig:
     max_model_len: int
     dtype: DType
     quantization: Quantization | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     revision: str | None = None
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
@@ -197,7 +220,10 @@ class ModelConfig:
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * block_size * DTYPE_BYTES[self.dtype]
+        vector = self.head_dim * DTYPE_BYTES[self.dtype]
+        if self.kv_cache_dtype == "fp8":
+            vector = self.head_dim + FP8_SCALE_BYTES
+        return 2 * self.num_layers * self.num_kv_heads * vector * block_size
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -1,9 +1,10 @@
-"""The engine's loop body: schedule → execute → update, one step after another."""
+"""The engine's loop body: schedule → submit → update, one step after another, or the next beside the one before."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,12 +15,13 @@ from engine.kv_cache.block_hash import root_hash
 from engine.kv_cache.events import BlockStored, KVEvent
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.metrics import EngineMetrics
-from engine.outputs import EngineLoad, EngineOutput
-from engine.protocols import Executor
+from engine.outputs import EngineLoad, EngineOutput, SampledStep, SchedulerOutput
+from engine.protocols import Executor, StepHandle
 from engine.request import Clock, EngineRequest, Request
 from engine.sampling_params import InvalidParameter
 from engine.scheduler import Scheduler
 from engine.scheduler.results import last_output
+from engine.scheduler.scheduler import NO_WORK
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +43,24 @@ class CoreStep:
     load: EngineLoad
 
 
+class _Refused:
+    """Handle of a step that the executor did not even start."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def result(self) -> list[SampledStep]:
+        raise self._error
+
+
 class EngineCore:
     """Scheduler, KV blocks and executor of one replica. Tokens in, tokens out.
+
+    Where the executor overlaps steps, the device runs step N while this thread takes in the results of step N - 1 and
+    schedules step N + 1; with an executor that does not, each step is taken in as soon as it was submitted:
+
+        device       | step 1     | step 2     | step 3     |
+        this thread  | schedule 2 | update 1, schedule 3 | update 2, ...
 
     All methods are called on one thread. The GIL is released in the executor's tensor work and nowhere else.
 
@@ -76,6 +94,7 @@ class EngineCore:
         self.metrics = EngineMetrics()
         self.metrics.observe_load(self._scheduler.load())
         self._aborted: list[EngineOutput] = []
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._failures_in_a_row = 0
 
     @classmethod
@@ -104,21 +123,24 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step would do or report something."""
-        return bool(self._aborted) or self._scheduler.has_unfinished()
+        return bool(self._aborted or self._in_flight) or self._scheduler.has_unfinished()
 
     def step(self) -> CoreStep:
-        """Runs one step. One that fails costs the requests that were in it, and no others.
+        """Starts the next step and waits for the oldest in flight, which is the same one unless steps overlap.
+
+        With overlap the first step of many gives nothing yet, and once there is nothing more to start, the last is
+        waited for at once. A step that fails costs the requests that were in it, and no others.
 
         Raises:
             Exception: of the executor, at the third failure in a row. The engine is of no more use then.
         """
         outputs, self._aborted = self._aborted, []
-        if self._scheduler.has_unfinished():
+        if self._in_flight or self._scheduler.has_unfinished():
             outputs += self._run()
         load = self._scheduler.load()
         self.metrics.observe_load(load)
         self.metrics.observe_step(outputs, **self._scheduler.take_counts()._asdict())
-        if self.config.debug_integrity and not self._scheduler.has_unfinished():
+        if self.config.debug_integrity and not self.has_work():
             self.check_integrity()
         return CoreStep(outputs, self._scheduler.take_events(), load)
 
@@ -165,23 +187,57 @@ class EngineCore:
         self._executor.shutdown()
 
     def _run(self) -> list[EngineOutput]:
+        if self._in_flight and isinstance(self._in_flight[-1][1], _Refused):
+            return self._take_in()  # the step before it was taken in; nothing starts before this one has failed
         work = self._scheduler.schedule()
+        if work.steps:
+            self._submit(work)
+        is_first = len(self._in_flight) == 1 and bool(work.steps)
+        if not self._in_flight or (is_first and self._executor.overlaps):
+            return self._scheduler.update(NO_WORK, ())
+        return self._take_in()
+
+    def _submit(self, work: SchedulerOutput) -> None:
+        if self._in_flight:
+            self.metrics.observe_overlap()
         try:
-            sampled = self._executor.execute(work)
+            handle = self._executor.submit(work)
+        except Exception as error:
+            handle = _Refused(error)
+        except BaseException as error:
+            self._in_flight.append((work, _Refused(error)))
+            self._interrupt()
+            raise
+        self._in_flight.append((work, handle))
+
+    def _take_in(self) -> list[EngineOutput]:
+        """Waits for the oldest step in flight."""
+        work, handle = self._in_flight[0]
+        try:
+            sampled = handle.result()
         except Exception as error:
             self._failures_in_a_row += 1
             logger.exception("step_failed requests=%d in_a_row=%d", len(work.steps), self._failures_in_a_row)
             if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+                self._in_flight.clear()
                 raise
-            self._executor.reset()
-            return self._scheduler.fail_step(work, f"a step of the engine failed: {error}")
+            return self._fail_oldest(f"a step of the engine failed: {error}")
         except BaseException:
-            # Ctrl-C: nobody knows how far the step came, so that both sides must forget its requests.
-            self._executor.reset()
-            self._aborted += self._scheduler.fail_step(work, "the step was interrupted")
+            self._interrupt()
             raise
+        self._in_flight.popleft()
         self._failures_in_a_row = 0
         return self._scheduler.update(work, sampled)
+
+    def _interrupt(self) -> None:
+        """After Ctrl-C nobody knows how far the steps came, so that both sides must forget their requests."""
+        self._aborted += self._fail_oldest("the step was interrupted")
+
+    def _fail_oldest(self, error: str) -> list[EngineOutput]:
+        work, _ = self._in_flight[0]
+        self._in_flight.clear()
+        self._executor.reset()
+        return self._scheduler.fail_step(work, error)
 
 
 def _num_kv_blocks(config: EngineConfig, model_config: ModelConfig, executor: Executor) -> int:

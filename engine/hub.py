@@ -168,6 +168,7 @@ def _read_model_config(config: EngineConfig, path: Path) -> ModelConfig:
         max_model_len=_max_model_len(config, hf.max_position_embeddings, rope),
         dtype=_dtype(config, hf),
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         rms_norm_eps=hf.rms_norm_eps,
         rope=rope,
         tie_word_embeddings=bool(hf.tie_word_embeddings),

@@ -152,7 +152,7 @@ class LLM:
                 assembler = owner[output.request_id]
                 was_finished = assembler.finished
                 assembler.update((output,))
-                # Before the next step: a text that has ended costs no further token.
+                # Before the next step, so that a text that has ended costs no further token (one, where steps overlap).
                 self.core.abort(assembler.take_aborts())
                 progress.tokens += len(output.new_token_ids)
                 if assembler.finished and not was_finished:

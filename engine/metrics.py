@@ -35,6 +35,9 @@ class EngineMetrics:
         self._prefix_hits = self._counter("manta_prefix_cache_hit_tokens", "Tokens found in the prefix cache")
         self._preemptions = self._counter("manta_preemptions", "Times that a running request lost its KV blocks")
         self._steps = self._counter("manta_engine_steps", "Steps of the engine")
+        self._overlapped_steps = self._counter(
+            "manta_engine_overlapped_steps", "Steps that were submitted while another one was in flight"
+        )
         self._finished = Counter(
             "manta_requests_finished",
             "Requests that ended, by reason",
@@ -70,6 +73,10 @@ class EngineMetrics:
     def observe_start(self, num_prompt_tokens: int) -> None:
         """Counts a request that was accepted."""
         self._prompt_tokens.inc(num_prompt_tokens)
+
+    def observe_overlap(self) -> None:
+        """Counts a step that was submitted while another one was in flight."""
+        self._overlapped_steps.inc()
 
     def observe_step(
         self, outputs: Iterable[EngineOutput], *, preemptions: int, prefix_queried: int, prefix_hit: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.outputs import SampledStep, SchedulerOutput
 
@@ -15,8 +15,25 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 
+class StepHandle(Protocol):
+    """A step in flight; a concurrent.futures.Future is one."""
+
+    def result(self) -> list[SampledStep]:
+        """Waits for the step; one result for each of its work.steps, in order. Raises what the step raised."""
+        ...
+
+
 class Executor(Protocol):
-    """Runs a model's steps, on one device or many. Called on the engine's thread alone."""
+    """Runs a model's steps, on one device or many. Called on the engine's thread alone.
+
+    Steps run in the order in which they were submitted, each after the one before it: whatever a step writes, the next
+    one sees, sampled tokens included.
+    """
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step is to be submitted while the one before it runs, not only when its result was taken in."""
+        ...
 
     def kv_blocks_that_fit(self) -> int:
         """How many KV blocks the memory has room for, once the model is loaded."""
@@ -26,16 +43,19 @@ class Executor(Protocol):
         """Reserves the KV blocks. Called once, before the first step."""
         ...
 
-    def execute(self, work: SchedulerOutput) -> list[SampledStep]:
-        """Runs one step; one result for each of work.steps, in order. Releases the GIL in its tensor work."""
+    def submit(self, work: SchedulerOutput) -> StepHandle:
+        """Starts a step, whose work.steps are not empty; at most two are in flight at a time.
+
+        Releases the GIL in its tensor work.
+        """
         ...
 
     def reset(self) -> None:
-        """Forgets all requests, after a step that failed."""
+        """Waits for what is in flight, whatever comes of it, then forgets all requests: after a step that failed."""
         ...
 
     def shutdown(self) -> None:
-        """Gives everything back. May be called twice."""
+        """Waits for what is in flight, then gives everything back. May be called twice."""
         ...
 
 
@@ -44,26 +64,70 @@ class AttentionMetadata:
     """Which keys each token of a flat batch sees; the same for all layers of a step.
 
     Attributes:
-        slot_mapping: int64 [tokens], the KV slot (block * block_size + offset) that each token's key goes to.
-        block_tables: int32 [requests, blocks]; entries past a request's length are not read.
+        slot_mapping: integers [tokens], the KV slot (block * block_size + offset) that each token's key goes to.
+        block_tables: int32 [requests, blocks]; entries past a request's length are not read. Where there are
+            table_rows, the block tables of all rows.
         query_start: int32 [requests + 1], where each request's tokens start in the flat batch.
         context_lens: int32 [requests], keys visible to a request's last token, itself included.
-        max_query_len, max_context_len: over the batch.
+        query_lens: int64 [requests], on the host: how many tokens of each are in the batch.
+        max_context_len: over the batch, or a bound of it.
+        table_rows: int32 [requests], each request's row in block_tables; None where they are in the batch's order.
     """
 
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     query_start: torch.Tensor
     context_lens: torch.Tensor
-    max_query_len: int
+    query_lens: np.ndarray
     max_context_len: int
+    table_rows: torch.Tensor | None = None
+
+    @property
+    def max_query_len(self) -> int:
+        return int(self.query_lens.max())
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a projection's columns are divided: queries, then keys, then values."""
+
+    queries: int
+    keys: int
+    dim: int
+
+
+class HeadNorm(NamedTuple):
+    """RMS norms of each head of queries and of keys: their weights, [head_dim] each, and epsilon."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
+class KVCache(NamedTuple):
+    """Keys and values of one layer, in a layout of the attention backend's own.
+
+    Attributes:
+        key_scales, value_scales: where they are quantised, float32, one for each token and head.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
 
 class AttentionBackend(Protocol):
     """Writes keys and values into KV blocks and attends over them. One instance serves all layers."""
 
-    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one layer's cache of keys, and of values."""
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, heads: Heads, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        """An empty cache of one layer.
+
+        Args:
+            dtype: of the model; a backend that quantises keys and values knows to what.
+        """
         ...
 
     def prepare(self, metadata: AttentionMetadata) -> None:
@@ -72,24 +136,26 @@ class AttentionBackend(Protocol):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        qkv: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: KVCache,
         *,
+        heads: Heads,
+        norm: HeadNorm | None,
         scale: float,
         sliding_window: int | None,
     ) -> torch.Tensor:
-        """Stores the step's keys and values, then attends.
+        """Norms and turns queries and keys, stores keys and values, then attends.
 
         Args:
-            query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim].
-            key_cache, value_cache: this layer's, of kv_cache_shape.
+            qkv: [tokens, (queries + 2 * keys) * head_dim], as projected; may be overwritten.
+            angles: cos and sin of the rotary embedding, float32 [tokens, head_dim / 2] each, the same object for all
+                layers of a step.
+            kv_cache: this layer's.
             sliding_window: keys that a token sees, itself included; None is all.
 
         Returns:
-            [tokens, heads, head_dim].
+            [tokens, queries, head_dim].
         """
         ...
 

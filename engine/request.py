@@ -94,7 +94,8 @@ class FinishReason(enum.StrEnum):
 class RequestStatus(enum.Enum):
     """Where a request stands in the scheduler.
 
-    WAITING → RUNNING → FINISHED; RUNNING → PREEMPTED → RUNNING; any → FINISHED on an abort.
+    WAITING → RUNNING → FINISHED; RUNNING → PREEMPTED → RUNNING; any → FINISHED on an abort, and PREEMPTED → FINISHED
+    where the token of a step that was in flight ends it.
     """
 
     WAITING = enum.auto()
@@ -112,7 +113,9 @@ class Request:
     Attributes:
         spec: what arrived.
         token_ids: prompt and output, growing.
-        num_computed_tokens: tokens whose keys and values are in the KV blocks.
+        num_computed_tokens: tokens whose keys and values are in the KV blocks once the steps in flight have run.
+        num_pending_tokens: that steps in flight sample, after those in token_ids. A step that verifies drafts counts
+            each of them; which were right is known with its result.
         num_cached_tokens: prompt tokens that the prefix cache gave when it first started; -1 until then.
         block_hashes: of its full blocks so far.
         spec_token_ids: drafts to verify in its next step.
@@ -126,6 +129,7 @@ class Request:
     queued_at: float
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
     num_cached_tokens: int = -1
     block_hashes: list[bytes] = field(default_factory=list)
     spec_token_ids: list[int] = field(default_factory=list)
@@ -153,7 +157,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output; drafts do not count."""
+        """Prompt and output, as far as known; drafts do not count."""
         return len(self.token_ids)
 
     @property
@@ -166,9 +170,18 @@ class Request:
         return len(self.token_ids) - len(self.spec.prompt_token_ids)
 
     @property
+    def num_wanted_tokens(self) -> int:
+        """Still to be computed, pending ones included; drafts do not count."""
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
     def owes_prompt_logprobs(self) -> bool:
         """Whether rows of prompt logprobs that it asked for are still to come."""
         return self.spec.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+
+    @property
+    def is_running(self) -> bool:
+        return self.status is RequestStatus.RUNNING
 
     @property
     def is_finished(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.protocols import AttentionMetadata
+from engine.protocols import AttentionMetadata, HeadNorm, Heads, KVCache
 from kernels.cpu.library import BLOCK_SIZE, Batch, CpuKernels, Kind, Operation, array_of
 
 
@@ -16,10 +16,13 @@ class CpuAttention:
         self.kernels = kernels
         self._metadata: AttentionMetadata
 
-    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, heads: Heads, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
         """A block's elements for a head are one panel; their order in it is the kernels' business."""
         assert block_size == BLOCK_SIZE
-        return num_blocks, num_kv_heads, block_size * head_dim
+        shape = (num_blocks, heads.keys, block_size * heads.dim)
+        return KVCache(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         self._metadata = metadata
@@ -46,39 +49,38 @@ class CpuAttention:
 
     def forward(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        qkv: Tensor,
+        angles: tuple[Tensor, Tensor],
+        kv_cache: KVCache,
         *,
+        heads: Heads,
+        norm: HeadNorm | None,
         scale: float,
         sliding_window: int | None,
     ) -> Tensor:
         """See AttentionBackend."""
-        tokens, heads, head_dim = query.shape
-        rows = torch.cat((query, key, value), dim=1)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        cosines = torch.ones(tokens, head_dim // 2)
+        tokens = qkv.shape[0]
+        qkv = qkv.contiguous()
+        cosines, sines = (each.contiguous() for each in angles)
+        out = torch.empty(tokens, heads.queries, heads.dim, dtype=qkv.dtype)
+        norms = None if norm is None else (norm.query.float(), norm.key.float())
         shared = {
-            "key_cache": key_cache.data_ptr(),
-            "value_cache": value_cache.data_ptr(),
-            "heads": heads,
-            "kv_heads": key.shape[1],
-            "head_dim": head_dim,
+            "key_cache": kv_cache.keys.data_ptr(),
+            "value_cache": kv_cache.values.data_ptr(),
+            "heads": heads.queries,
+            "kv_heads": heads.keys,
+            "head_dim": heads.dim,
         }
-        operations = array_of(
-            [
-                Operation(kind=Kind.ROTATE_AND_STORE, output=rows.data_ptr(), **shared),
-                Operation(
-                    kind=Kind.ATTEND,
-                    input=rows.data_ptr(),
-                    output=out.data_ptr(),
-                    scale=scale,
-                    window=sliding_window or 0,
-                    **shared,
-                ),
-            ]
+        rotate = Operation(kind=Kind.ROTATE_AND_STORE, output=qkv.data_ptr(), **shared)
+        if norm is not None and norms is not None:
+            rotate.query_norm, rotate.key_norm, rotate.eps = norms[0].data_ptr(), norms[1].data_ptr(), norm.eps
+        attend = Operation(
+            kind=Kind.ATTEND,
+            input=qkv.data_ptr(),
+            output=out.data_ptr(),
+            scale=scale,
+            window=sliding_window or 0,
+            **shared,
         )
-        self.kernels.run(query.dtype, operations, self.batch(tokens, cosines, torch.zeros_like(cosines)))
+        self.kernels.run(qkv.dtype, array_of([rotate, attend]), self.batch(tokens, cosines, sines))
         return out

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from engine.protocols import AttentionMetadata
+from engine.attention.projections import Angles, split_heads, whole_angles
+from engine.protocols import AttentionMetadata, HeadNorm, Heads, KVCache
 from kernels.reference import paged_attention, reshape_and_cache
 
 
 class ReferenceAttention:
     """AttentionBackend over kernels.reference."""
 
-    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return num_blocks, num_kv_heads, block_size, head_dim
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, heads: Heads, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        shape = (num_blocks, heads.keys, block_size, heads.dim)
+        return KVCache(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         self._step = metadata
 
     def forward(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        qkv: Tensor,
+        angles: Angles,
+        kv_cache: KVCache,
         *,
+        heads: Heads,
+        norm: HeadNorm | None,
         scale: float,
         sliding_window: int | None,
     ) -> Tensor:
         step = self._step
-        reshape_and_cache(key, value, key_cache, value_cache, step.slot_mapping)
+        query, key, value = split_heads(qkv, whole_angles(angles, qkv.dtype), heads, norm)
+        reshape_and_cache(key, value, kv_cache.keys, kv_cache.values, step.slot_mapping)
         return paged_attention(
             query,
-            key_cache,
-            value_cache,
+            kv_cache.keys,
+            kv_cache.values,
             step.block_tables,
             step.query_start,
             step.context_lens,

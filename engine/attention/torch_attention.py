@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.protocols import AttentionMetadata
+from engine.attention.projections import Angles, split_heads, whole_angles
+from engine.protocols import AttentionMetadata, HeadNorm, Heads, KVCache
 
 TILE = 64
 """Queries of one request that attend at once: bounds their logits and skips most of the causal triangle."""
@@ -82,21 +83,40 @@ class TorchAttention:
     transformers' eager attention does; float16 computes in float32, for which CPUs have fast products.
     """
 
-    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return num_blocks, num_kv_heads, block_size, head_dim
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, heads: Heads, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        shape = (num_blocks, heads.keys, block_size, heads.dim)
+        return KVCache(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         self._step = metadata
         self._plans: dict[tuple[int, int, int | None], _Plan] = {}
+        self._angles: Angles | None = None
 
     def forward(
+        self,
+        qkv: Tensor,
+        angles: Angles,
+        kv_cache: KVCache,
+        *,
+        heads: Heads,
+        norm: HeadNorm | None,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        if self._angles is not angles:
+            self._angles, self._whole_angles = angles, whole_angles(angles, qkv.dtype)
+        query, key, value = split_heads(qkv, self._whole_angles, heads, norm)
+        return self._attend(query, key, value, kv_cache.keys, kv_cache.values, scale, sliding_window)
+
+    def _attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         key_cache: Tensor,
         value_cache: Tensor,
-        *,
         scale: float,
         sliding_window: int | None,
     ) -> Tensor:
@@ -112,14 +132,14 @@ class TorchAttention:
         output = query.new_empty(query.shape)
         for group in plan.decodes:
             queries = query.index_select(0, group.tokens)
-            requests, heads, _ = queries.shape
+            requests, num_heads, _ = queries.shape
             attended = _attend(
-                queries.view(requests * kv_heads, heads // kv_heads, head_dim),
+                queries.view(requests * kv_heads, num_heads // kv_heads, head_dim),
                 key_rows.index_select(0, group.rows).view(requests * kv_heads, -1, head_dim),
                 value_rows.index_select(0, group.rows).view(requests * kv_heads, -1, head_dim),
                 group.hidden,
                 scale,
-                rows=heads,
+                rows=num_heads,
             )
             output.index_copy_(0, group.tokens, attended.view(queries.shape))
         for chunk in plan.chunks:

@@ -18,12 +18,13 @@ TOKEN_BYTES = 4
 
 
 def root_hash(model_config: ModelConfig, block_size: int) -> bytes:
-    """The parent of a sequence's first block: model id, revision, KV dtype, quantization and block size."""
+    """The parent of a sequence's first block: model id, revision, dtypes, quantization and block size."""
     identity = [
         model_config.name,
         model_config.revision,
         model_config.dtype,
         model_config.quantization,
+        model_config.kv_cache_dtype,
         block_size,
     ]
     return hashlib.sha256(_json(identity)).digest()

@@ -121,10 +121,10 @@ class KVCacheManager:
             held.extend(blocks)
         return blocks
 
-    def store_blocks(self, request: Request, num_computed_before: int) -> None:
-        """Names the blocks that became full since `num_computed_before`, once their step has run."""
+    def store_blocks(self, request: Request, num_computed_before: int, num_computed: int) -> None:
+        """Names the blocks that became full between two numbers of computed tokens, once their step has run."""
         size = self.block_size
-        first, last = num_computed_before // size, request.num_computed_tokens // size
+        first, last = num_computed_before // size, num_computed // size
         if first >= last or not self.enable_prefix_caching:
             return
         if len(request.block_hashes) < last:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import overload
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.linear import Linear
+from engine.layers.operations import Operations
 from engine.layers.recorder import Recorded
 from engine.layers.weight import Weight, Weights
 
@@ -15,8 +15,9 @@ from engine.layers.weight import Weight, Weights
 class Embedding:
     """The rows of a table, [vocab, size]."""
 
-    def __init__(self, vocab_size: int, size: int) -> None:
+    def __init__(self, vocab_size: int, size: int, operations: Operations) -> None:
         self._shape = (vocab_size, size)
+        self._operations = operations
         self._table: Tensor
 
     def weights(self, name: str) -> Weights:
@@ -30,10 +31,10 @@ class Embedding:
     @overload
     def __call__(self, token_ids: Recorded) -> Recorded: ...
     def __call__(self, token_ids: Tensor | Recorded) -> Tensor | Recorded:
-        """int64 [tokens] to [tokens, size]."""
+        """Integers [tokens] to [tokens, size]."""
         if isinstance(token_ids, Recorded):
             return token_ids.recorder.embed(self._table)
-        return F.embedding(token_ids, self._table)
+        return self._operations.embedding(token_ids, self._table)
 
 
 class TiedEmbedding:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.layers.recorder import Recorded
 from engine.layers.weight import Placement, Weight, Weights
-from kernels.reference import add_rms_norm, rms_norm
+from engine.protocols import HeadNorm
 
 
 class RMSNorm:
@@ -17,6 +17,7 @@ class RMSNorm:
     def __init__(self, size: int, eps: float, *, placement: Placement) -> None:
         self._eps = eps
         self._weight = placement.empty(size)
+        self._operations = placement.operations
 
     def weights(self, name: str) -> Weights:
         return {name: Weight(tuple(self._weight.shape), self._weight.copy_)}
@@ -30,30 +31,19 @@ class RMSNorm:
         if isinstance(x, Recorded):
             return x.recorder.rms_norm(x, residual, self._weight, self._eps)
         if residual is None:
-            return rms_norm(x, self._weight, self._eps), x
-        return add_rms_norm(x, residual, self._weight, self._eps)
+            return self._operations.rms_norm(x, self._weight, self._eps), x
+        return self._operations.add_rms_norm(x, residual, self._weight, self._eps)
 
 
 class QueryKeyNorm:
-    """Norm of each head of queries and keys, which stand in one tensor: [tokens, heads + kv_heads, head_dim]."""
+    """The weights of a norm of each head of queries and keys; attention applies it."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, placement: Placement) -> None:
-        self._eps = eps
-        self._weight = placement.empty(num_heads + num_kv_heads, head_dim)
-        self._num_heads = num_heads
+    def __init__(self, head_dim: int, eps: float, *, placement: Placement) -> None:
+        self.of_heads = HeadNorm(placement.empty(head_dim), placement.empty(head_dim), eps)
 
     def weights(self, prefix: str) -> Weights:
-        shape = (self._weight.shape[1],)
-        queries, keys = self._weight[: self._num_heads], self._weight[self._num_heads :]
+        shape = tuple(self.of_heads.query.shape)
         return {
-            f"{prefix}q_norm.weight": Weight(shape, queries.copy_),
-            f"{prefix}k_norm.weight": Weight(shape, keys.copy_),
+            f"{prefix}q_norm.weight": Weight(shape, self.of_heads.query.copy_),
+            f"{prefix}k_norm.weight": Weight(shape, self.of_heads.key.copy_),
         }
-
-    @property
-    def recorded(self) -> tuple[Tensor, Tensor, float]:
-        """Weights of queries and of keys, [head_dim] each, and epsilon: what a step plan needs."""
-        return self._weight[0], self._weight[self._num_heads], self._eps
-
-    def __call__(self, query_key: Tensor) -> Tensor:
-        return rms_norm(query_key, self._weight, self._eps)

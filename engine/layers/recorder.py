@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.protocols import HeadNorm, Heads, KVCache
 from kernels.cpu.library import Epilogue, Format, Kind, Operation, quantized_bytes
 
 
@@ -39,15 +40,6 @@ class Recorded:
     def float(self) -> Recorded:
         """The value of a product in float32."""
         return self.recorder.to_float(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """How a projection's columns are divided: queries, then keys, then values."""
-
-    queries: int
-    keys: int
-    dim: int
 
 
 class StepRecorder:
@@ -153,26 +145,22 @@ class StepRecorder:
         self,
         x: Recorded,
         heads: Heads,
-        kv_cache: tuple[Tensor, Tensor],
+        kv_cache: KVCache,
         *,
-        norms: tuple[Tensor, Tensor, float] | None,
+        norm: HeadNorm | None,
         scale: float,
         sliding_window: int | None,
     ) -> Recorded:
-        """Turns queries and keys by their positions, stores keys and values, attends.
-
-        Args:
-            norms: weights of the norms of queries and keys, [head_dim] each, and their epsilon.
-        """
-        query_norm, key_norm, eps = norms if norms is not None else (None, None, 0.0)
+        """Norms queries and keys and turns them by their positions, stores keys and values, attends."""
+        query_norm, key_norm, eps = norm if norm is not None else (None, None, 0.0)
         fields = {
-            "key_cache": kv_cache[0].data_ptr(),
-            "value_cache": kv_cache[1].data_ptr(),
+            "key_cache": kv_cache.keys.data_ptr(),
+            "value_cache": kv_cache.values.data_ptr(),
             "heads": heads.queries,
             "kv_heads": heads.keys,
             "head_dim": heads.dim,
         }
-        self.kept.extend(kv_cache)
+        self.kept.extend((kv_cache.keys, kv_cache.values))
         rotate = Operation(
             kind=Kind.ROTATE_AND_STORE,
             query_norm=None if query_norm is None else self._address(query_norm.float()),

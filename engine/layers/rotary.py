@@ -7,21 +7,18 @@ from torch import Tensor
 
 from engine.config import ROPE_TYPES, RopeConfig
 from engine.sampling_params import InvalidParameter
-from kernels.reference import rotary_embedding
 
 
 class RotaryEmbedding:
-    """Turns queries and keys by their positions.
+    """The angles by which queries and keys are turned.
 
-    The angles are computed once a step, in float32, and serve all layers.
+    They are computed once a step, in float32, and serve all layers.
 
     `dynamic` scaling changes every frequency with the length of the sequence, keys that are already cached included,
     but only beyond the context that the model was trained with. It is exact up to that length, and refused beyond.
     """
 
-    def __init__(
-        self, rope: RopeConfig, *, head_dim: int, max_model_len: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, rope: RopeConfig, *, head_dim: int, max_model_len: int, device: torch.device) -> None:
         """
         Raises:
             InvalidParameter: the type is unknown, a number of it is missing, or `dynamic` would have to change with the
@@ -29,22 +26,11 @@ class RotaryEmbedding:
         """
         inv_freq, self._attention_factor = rope_frequencies(rope, head_dim=head_dim, max_model_len=max_model_len)
         self._inv_freq = inv_freq.to(device)
-        self._dtype = dtype
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [tokens] to the cos and sin of kernels.reference.rotary_embedding, [tokens, head_dim] each."""
-        angles = positions[:, None].float() * self._inv_freq
-        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
-        return torch.cat((cos, cos), dim=-1).to(self._dtype), torch.cat((-sin, sin), dim=-1).to(self._dtype)
-
-    def half_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [tokens] to cos and sin for one half of a head, float32 [tokens, head_dim / 2] each."""
+        """Integers [tokens] to cos and sin for one half of a head, float32 [tokens, head_dim / 2] each."""
         angles = positions[:, None].float() * self._inv_freq
         return angles.cos().mul_(self._attention_factor), angles.sin().mul_(self._attention_factor)
-
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """[tokens, heads, head_dim], turned."""
-        return rotary_embedding(x, *angles)
 
 
 def rope_frequencies(rope: RopeConfig, *, head_dim: int, max_model_len: int) -> tuple[Tensor, float]:

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engine.layers.operations import TORCH, Operations
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -34,11 +36,12 @@ read them, quantised for activations as they are or for int8 ones. Panels are fo
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Type and device of a model's weights."""
+    """Type and device of a model's weights, and what its layers compute with."""
 
     dtype: torch.dtype
     device: torch.device
     packing: Packing = "plain"
+    operations: Operations = TORCH
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

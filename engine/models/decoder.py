@@ -8,18 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.layers.activation import silu_and_mul
+from engine.layers.activation import SiluAndMul
 from engine.layers.attention import Angles, Attention
 from engine.layers.embedding import Embedding, TiedEmbedding
 from engine.layers.linear import Linear
 from engine.layers.norm import QueryKeyNorm, RMSNorm
-from engine.layers.recorder import Heads, StepRecorder
+from engine.layers.recorder import StepRecorder
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weight import Placement, Weight, Weights
-from engine.protocols import AttentionBackend
-
-KVCache = tuple[Tensor, Tensor]
-"""Keys and values of one layer, each of the attention backend's kv_cache_shape."""
+from engine.protocols import AttentionBackend, Heads, KVCache
 
 Keep = Callable[[Any], Any]
 """Takes rows of all tokens to those that are still needed."""
@@ -31,7 +28,6 @@ class SelfAttention:
     def __init__(
         self,
         config: ModelConfig,
-        rotary: RotaryEmbedding,
         backend: AttentionBackend,
         sliding_window: int | None,
         placement: Placement,
@@ -46,16 +42,9 @@ class SelfAttention:
         self._o_proj = Linear(
             queries, {"o_proj": config.hidden_size}, bias=config.attention_output_bias, placement=placement
         )
-        self._norm = (
-            QueryKeyNorm(
-                config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, placement=placement
-            )
-            if config.qk_norm
-            else None
-        )
+        self._norm = QueryKeyNorm(config.head_dim, config.rms_norm_eps, placement=placement) if config.qk_norm else None
         self._attention = Attention(
             backend,
-            rotary,
             Heads(config.num_heads, config.num_kv_heads, config.head_dim),
             norm=self._norm,
             sliding_window=sliding_window,
@@ -77,13 +66,14 @@ class GatedMLP:
         self._gate_up_proj = Linear(
             hidden, {"gate_proj": inner, "up_proj": inner}, bias=bias, placement=placement, gated=True
         )
+        self._silu_and_mul = SiluAndMul(placement.operations)
         self._down_proj = Linear(inner, {"down_proj": hidden}, bias=bias, placement=placement)
 
     def weights(self, prefix: str) -> Weights:
         return self._gate_up_proj.weights(prefix) | self._down_proj.weights(prefix)
 
     def __call__(self, x: Any) -> Any:
-        return self._down_proj(silu_and_mul(self._gate_up_proj(x)))
+        return self._down_proj(self._silu_and_mul(self._gate_up_proj(x)))
 
 
 class DecoderLayer:
@@ -92,13 +82,12 @@ class DecoderLayer:
     def __init__(
         self,
         config: ModelConfig,
-        rotary: RotaryEmbedding,
         backend: AttentionBackend,
         sliding_window: int | None,
         placement: Placement,
     ) -> None:
         self._input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
-        self._attention = SelfAttention(config, rotary, backend, sliding_window, placement)
+        self._attention = SelfAttention(config, backend, sliding_window, placement)
         self._post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
         self._mlp = GatedMLP(config, placement)
 
@@ -127,19 +116,17 @@ class DecoderForCausalLM:
         self._embedding: Embedding | TiedEmbedding = (
             TiedEmbedding(self._lm_head, config.hidden_size)
             if self._tied and placement.packing == "panels"
-            else Embedding(config.vocab_size, config.hidden_size)
+            else Embedding(config.vocab_size, config.hidden_size, placement.operations)
         )
         self._rotary = RotaryEmbedding(
             config.rope,
             head_dim=config.head_dim,
             max_model_len=config.max_model_len,
-            dtype=placement.dtype,
             device=placement.device,
         )
         windows = config.sliding_window or (None,) * config.num_layers
         self._layers = [
-            DecoderLayer(config, self._rotary, attention, windows[index], placement)
-            for index in range(config.num_layers)
+            DecoderLayer(config, attention, windows[index], placement) for index in range(config.num_layers)
         ]
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
 
@@ -166,32 +153,33 @@ class DecoderForCausalLM:
         """Hidden states of a flat batch for which the attention backend was prepared.
 
         Args:
-            token_ids, positions: int64 [tokens].
+            token_ids, positions: integers [tokens].
             kv_caches: one entry a layer; the tokens' keys and values are written into it.
-            kept: int64, ascending; the tokens whose hidden states are asked for. None is all of them. What the last
+            kept: integers, ascending; the tokens whose hidden states are asked for. None is all of them. What the last
                 layer does behind its attention is done for these alone.
 
         Returns:
             [kept tokens, hidden], normed.
         """
-        keep: Keep = _identity if kept is None else lambda rows: rows[kept]
+        keep: Keep = _identity if kept is None else lambda rows: rows.index_select(0, kept)
         return self._decode(token_ids, self._rotary.angles(positions), kv_caches, keep)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] to float32 [rows, vocab]."""
-        return self._lm_head(hidden).float()
+        """[rows, hidden] to [rows, vocab], in the model's type."""
+        logits: Tensor = self._lm_head(hidden)
+        return logits
 
     def record(self, recorder: StepRecorder, kv_caches: list[KVCache]) -> Tensor:
         """Puts what `forward` does into a step plan; the buffer that will hold its result."""
         return self._decode(recorder.token_ids(), None, kv_caches, recorder.gather).rows
 
     def record_logits(self, recorder: StepRecorder, hidden: Tensor) -> Tensor:
-        """Puts what `compute_logits` does to hidden states into a plan; the buffer that will hold its result."""
+        """Puts what `compute_logits` does into a plan; the buffer that will hold its result, in float32."""
         return self._lm_head(recorder.input(hidden)).float().rows
 
-    def half_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """What a recorded step needs beside the batch: see RotaryEmbedding."""
-        return self._rotary.half_angles(positions)
+        return self._rotary.angles(positions)
 
     def _decode(self, token_ids: Any, angles: Angles | None, kv_caches: list[KVCache], keep: Keep) -> Any:
         x, residual = self._embedding(token_ids), None

@@ -9,6 +9,7 @@ import torch
 
 from engine.config import LoadFormat, ModelConfig
 from engine.layers.linear import packing_for
+from engine.layers.operations import Kernels, operations_of
 from engine.layers.weight import Packing, Placement, Weights
 from engine.models.checkpoint import CheckpointError, Tensors, draw_dummy, read_gguf, read_safetensors
 from engine.models.decoder import DecoderForCausalLM
@@ -31,6 +32,7 @@ def load_model(
     attention: AttentionBackend,
     seed: int = 0,
     packing: Packing | None = None,
+    kernels: Kernels = "torch",
 ) -> DecoderForCausalLM:
     """A model with its weights on the device. Call it, and the model, under torch.inference_mode.
 
@@ -42,13 +44,14 @@ def load_model(
         load_format: `auto` takes GGUF for a .gguf file and safetensors for a folder; `dummy` reads nothing.
         seed: of dummy weights.
         packing: of the dense projections; None takes what is best for the layers' own calls.
+        kernels: what the layers compute with.
 
     Raises:
         InvalidParameter: the architecture or the rotary scaling is not supported; there are no weights, or pickles.
         CheckpointError: a tensor is missing, not expected, or has another shape than the config says.
     """
     dtype, place = getattr(torch, model_config.dtype), torch.device(device)
-    placement = Placement(dtype, place, packing or packing_for(dtype, place))
+    placement = Placement(dtype, place, packing or packing_for(dtype, place), operations_of(kernels))
     model = model_class(model_config.architecture)(model_config, attention, placement)
     weights = model.weights()
     tensors = _open(model_config, load_format, weights, placement, seed)

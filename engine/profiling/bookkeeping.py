@@ -8,9 +8,10 @@ import torch
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core import EngineCore
-from engine.models import KVCache
-from engine.outputs import SampledStep, SchedulerOutput
-from engine.protocols import AttentionMetadata
+from engine.outputs import SchedulerOutput
+from engine.protocols import AttentionMetadata, KVCache, StepHandle
+from engine.sampling.host_sampler import HostSampler
+from engine.worker.model_input import HostBuffers
 from engine.worker.model_runner import ModelRunner
 
 VOCAB_SIZE = 64
@@ -40,19 +41,25 @@ def bookkeeping_core(config: EngineConfig, *, max_model_len: int) -> EngineCore:
 
 
 class _Executor:
-    """See `protocols.Executor`."""
+    """See `protocols.Executor`. Steps do not overlap: what they cost together is what is asked."""
+
+    overlaps = False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
         model = _NoModel(model_config.vocab_size, config.max_num_batched_tokens, config.max_num_seqs)
+        cpu = torch.device("cpu")
         self._blocks_of_one = -(-model_config.max_model_len // config.block_size)
         self._runner = ModelRunner(
             model,  # type: ignore[arg-type]
-            vocab_size=model_config.vocab_size,
-            max_model_len=model_config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=config.block_size,
-            device=torch.device("cpu"),
+            HostBuffers(
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=model_config.max_model_len,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                block_size=config.block_size,
+                device=cpu,
+            ),
+            HostSampler(config.max_num_seqs, model_config.vocab_size),
+            device=cpu,
         )
         self._runner.bind(model, [])
 
@@ -63,8 +70,8 @@ class _Executor:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         pass
 
-    def execute(self, work: SchedulerOutput) -> list[SampledStep]:
-        return self._runner.execute(work)
+    def submit(self, work: SchedulerOutput) -> StepHandle:
+        return self._runner.submit(work)
 
     def reset(self) -> None:
         self._runner.reset()

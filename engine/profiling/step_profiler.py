@@ -46,8 +46,9 @@ class StepProfiler:
     """Records the steps of one engine between `with` and its end. Used on the engine's thread.
 
     The engine knows nothing of it: methods of its parts are wrapped while it runs, and are themselves again afterwards.
-    An executor that runs elsewhere is one span, in `rest`. On a GPU, whose work runs behind, what is computed counts to
-    the phase that waits for it, which is `sample`.
+    An executor that runs elsewhere, or on a thread of its own, is one span, in `rest`. On a GPU, whose work runs
+    behind, what is computed counts to `rest` as well, which waits for it. Where steps overlap, a record tells of the
+    step that was submitted, and its time includes the wait for the one before.
 
     Attributes:
         steps: those that computed something.
@@ -64,7 +65,7 @@ class StepProfiler:
         watch(core, "step", "rest", self._end_step)
         watch(core._scheduler, "schedule", "schedule", self._note_work)
         watch(core._scheduler, "update", "update")
-        watch(core._executor, "execute", "rest")
+        watch(core._executor, "submit", "rest")
         runner = _runner_of(core._executor)
         if runner is not None:
             watch(runner, "_apply_deltas", "inputs")
@@ -72,7 +73,9 @@ class StepProfiler:
             watch(runner._attention, "prepare", "inputs")
             watch(runner._model, "forward", "forward")
             watch(runner._model, "compute_logits", "logits")
-            watch(runner, "_sample", "sample")
+            watch(runner._sampler, "sample", "sample")
+            if runner._graphs is not None:
+                watch(runner._graphs, "replay", "forward")
         return self
 
     def __exit__(
@@ -136,5 +139,7 @@ class StepProfiler:
 
 
 def _runner_of(executor: Any) -> Any:
-    """The ModelRunner of an executor in this process."""
+    """The ModelRunner of an executor on this thread."""
+    if getattr(executor, "_thread", None) is not None:
+        return None
     return getattr(getattr(executor, "_worker", executor), "_runner", None)

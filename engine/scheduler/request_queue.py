@@ -14,7 +14,8 @@ class RequestQueue:
     """Waiting requests by `Request.order`, lowest first.
 
     A request keeps its order for life, so one that was preempted comes out before all that never ran (under `fcfs`), or
-    takes its place among them (under `priority`). Its tokens stay as they are while it waits. Owned by the Scheduler.
+    takes its place among them (under `priority`). If its tokens grow while it waits, `grow` is to be told. Owned by the
+    Scheduler.
 
     Adding and taking are O(log n). Removing is O(1) on average: the heap's entry stays behind until it comes up, or
     until such entries outnumber the others.
@@ -60,6 +61,10 @@ class RequestQueue:
         heapq.heappop(self._heap)
         self._drop(request)
         return request
+
+    def grow(self, count: int) -> None:
+        """One of those that wait was given so many tokens, by a step that was in flight when it was preempted."""
+        self.num_tokens += count
 
     def remove(self, request: Request) -> None:
         """Takes one out of anywhere in the line, for good.

@@ -47,29 +47,34 @@ def find_stop(request: Request, new_token_ids: tuple[int, ...], max_model_len: i
 
 def apply_result(
     request: Request, step: ScheduledStep, result: SampledStep, max_model_len: int
-) -> tuple[tuple[int, ...], TokenLogprobs | None, Stop | None]:
-    """Appends a step's new tokens up to the one that ends the request, and moves num_computed_tokens.
+) -> tuple[tuple[int, ...], TokenLogprobs | None, Stop | None, int]:
+    """Appends a step's new tokens, which are pending no longer, up to the one that ends the request.
 
-    Keys and values of rejected drafts stay in the blocks, beyond num_computed_tokens, to be overwritten.
+    Keys and values of rejected drafts stay in the blocks, beyond num_computed_tokens, to be overwritten: a step that
+    verifies drafts is followed by none that starts from it before its result is here.
 
     Returns:
-        The tokens, their logprobs, and the end.
+        The tokens, their logprobs, the end, and the number of computed tokens as of this step, whatever later ones in
+        flight compute.
     """
     new, logprobs = result.token_ids, result.logprobs
     computed = step.num_computed_tokens + step.num_tokens
+    if step.samples:
+        request.num_pending_tokens -= 1 + len(step.spec_token_ids)
+        if request.spec_token_ids:
+            request.spec_token_ids = []  # verified, or made for a token that has come meanwhile
     if step.spec_token_ids:
         computed -= len(step.spec_token_ids) - (len(new) - 1)
+        if request.is_running:
+            request.num_computed_tokens = computed
     stop = find_stop(request, new, max_model_len) if new else None
     if stop is not None and stop.num_kept < len(new):
         new = new[: stop.num_kept]
         logprobs = None if logprobs is None else _first_rows(logprobs, stop.num_kept)
     request.token_ids.extend(new)
-    request.num_computed_tokens = min(computed, len(request.token_ids))
-    if request.spec_token_ids:
-        request.spec_token_ids = []
     if result.prompt_logprobs is not None:
         request.num_prompt_logprobs += len(result.prompt_logprobs.ranks)
-    return new, logprobs, stop
+    return new, logprobs, stop, min(computed, len(request.token_ids))
 
 
 def last_output(request: Request, error: str | None) -> EngineOutput:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from bisect import insort
+from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -13,20 +13,17 @@ from engine.config import SchedulingPolicy
 from engine.kv_cache.events import KVEvent
 from engine.kv_cache.free_block_queue import KVCacheBlock
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.outputs import (
-    EngineLoad,
-    EngineOutput,
-    SampledStep,
-    ScheduledStep,
-    SchedulerOutput,
-)
+from engine.outputs import EngineLoad, EngineOutput, SampledStep, ScheduledStep, SchedulerOutput
 from engine.request import Clock, FinishReason, Request, RequestStatus
 from engine.sampling_params import InvalidParameter
-from engine.scheduler.request_queue import MIN_DEAD_TO_COMPACT, RequestQueue
+from engine.scheduler.deadlines import Deadlines
+from engine.scheduler.integrity import check_requests
+from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.results import apply_result, last_output, timing_of, token_limit
 from engine.scheduler.step_plan import StepPlan
 
 BY_ORDER = attrgetter("order")
+NO_WORK = SchedulerOutput(())
 
 
 class SchedulerCounts(NamedTuple):
@@ -46,18 +43,24 @@ class SchedulerCounts(NamedTuple):
 class Scheduler:
     """Decides, step by step, how many tokens of which request are computed.
 
-    There is one rule: every request asks for num_tokens (with drafts) - num_computed_tokens, clipped to what the step
-    has room for; running requests first, then waiting ones. Chunked prefill, decoding, mixed batches, verification of
-    drafts and recomputation after a preemption all follow from it.
+    There is one rule: every request asks for num_tokens (pending ones and drafts included) - num_computed_tokens,
+    clipped to what the step has room for; running requests first, then waiting ones. Chunked prefill, decoding, mixed
+    batches, verification of drafts and recomputation after a preemption all follow from it.
 
     And there is one order, `Request.order`: arrival in the queue under `fcfs`; priority, arrival time and arrival in
     the queue under `priority`. By it requests start, are served within a step, and (backwards) are preempted.
 
-    Every running request has a part in every step: one token of the budget is kept for each.
+    Every running request has a part in every step, for which one token of the budget is kept, unless it has to wait for
+    a step in flight.
 
     A step is a schedule(), its execution, and an update() or a fail_step() with the same SchedulerOutput; add() and
-    abort() may come between any of these. The owner is the EngineCore; all is touched on its thread alone. The cost of
-    a step follows the requests in it, not the number of blocks or of waiting requests.
+    abort() may come between any of these, and so may the schedule() of later steps: the device runs steps in their
+    order, and in it their results are taken in. What a step in flight samples is pending. A request whose last token is
+    pending computes it in the next step, though nobody here knows yet which one it is. Where that token ends the
+    request, what later steps computed for it is dropped: stops are noticed late, lengths are not.
+
+    The owner is the EngineCore; all is touched on its thread alone. The cost of a step follows the requests in it, not
+    the number of blocks or of waiting requests.
 
     Attributes:
         requests: all that have not ended, by id.
@@ -87,7 +90,8 @@ class Scheduler:
         self._running: list[Request] = []
         self._waiting = RequestQueue()
         self._sequence = itertools.count()
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines = Deadlines()
+        self._in_flight: deque[tuple[SchedulerOutput, StepPlan]] = deque()
         self._released: list[str] = []
         self._early_outputs: list[EngineOutput] = []
         self._counts = SchedulerCounts()
@@ -113,7 +117,7 @@ class Scheduler:
         self._kv.prepare(request)
         self._waiting.push(request)
         if spec.deadline is not None:
-            self._add_deadline(spec.deadline, spec.request_id)
+            self._deadlines.add(spec.deadline, request)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request without an output, and frees its blocks; None if it is unknown or has ended."""
@@ -123,23 +127,6 @@ class Scheduler:
             self._finish(request, FinishReason.ABORT, self._clock())
         return request
 
-    def fail_step(self, output: SchedulerOutput, error: str) -> list[EngineOutput]:
-        """Ends the requests of a step that failed. The others wait on; the executor must have forgotten all.
-
-        Nothing that the step computed can be matched by a later request: blocks get their names in update().
-        """
-        now = self._clock()
-        outputs, self._early_outputs = self._early_outputs, []
-        for step in output.steps:
-            request = self.requests.get(step.request_id)
-            if request is None:
-                continue  # aborted while the step ran
-            self._remove(request)
-            self._finish(request, FinishReason.ERROR, now)
-            outputs.append(last_output(request, error))
-        self._released.clear()
-        return outputs
-
     # ---- a step ----
 
     def schedule(self) -> SchedulerOutput:
@@ -148,16 +135,20 @@ class Scheduler:
         Without steps there is nothing to execute, but update() is due all the same: it reports what ended unrun.
         """
         plan = StepPlan(self._max_num_batched_tokens, self._clock())
-        self._abort_overdue(plan.now)
+        for request in self._deadlines.pop_overdue(plan.now):
+            self._remove(request)
+            self._end_early(request, FinishReason.ABORT, plan.now)
         self._continue_running(plan)
         self._start_waiting(plan)
-        released: tuple[str, ...] = ()
-        if plan.steps:
-            released, self._released = tuple(self._released), []
-        return SchedulerOutput(tuple(plan.steps), tuple(plan.starts), released)
+        if not plan.steps:
+            return NO_WORK
+        released, self._released = tuple(self._released), []
+        output = SchedulerOutput(tuple(plan.steps), tuple(plan.starts), released)
+        self._in_flight.append((output, plan))
+        return output
 
     def update(self, output: SchedulerOutput, sampled: Sequence[SampledStep]) -> list[EngineOutput]:
-        """Takes in the results of a step that ran; one output for each request that has news.
+        """Takes in the results of the oldest step in flight; one output for each request that has news.
 
         Args:
             sampled: one for each of output.steps. Verified drafts give their accepted part and one token more.
@@ -165,16 +156,37 @@ class Scheduler:
         now = self._clock()
         outputs, self._early_outputs = self._early_outputs, []
         any_finished = False
-        for step, result in zip(output.steps, sampled, strict=True):
-            request = self.requests.get(step.request_id)
-            if request is None:
-                continue  # aborted while the step ran
+        for request, step, result in zip(self._landed(output), output.steps, sampled, strict=True):
+            if request.is_finished:
+                continue  # aborted while the step ran, or ended by the step before
             news = self._report(request, step, result, now)
             if news is not None:
                 outputs.append(news)
                 any_finished = any_finished or news.finish_reason is not None
         if any_finished:
             self._running = [request for request in self._running if not request.is_finished]
+        return outputs
+
+    def fail_step(self, output: SchedulerOutput, error: str) -> list[EngineOutput]:
+        """Ends the requests of the oldest step in flight, which failed, and forgets the steps after it.
+
+        Requests that run and were not in it are preempted, the others wait on; the executor must have forgotten all.
+        Nothing that these steps computed can be matched by a later request: blocks get their names in update().
+        """
+        now = self._clock()
+        outputs, self._early_outputs = self._early_outputs, []
+        for request in self._landed(output):
+            if not request.is_finished:
+                self._remove(request)
+                self._finish(request, FinishReason.ERROR, now)
+                outputs.append(last_output(request, error))
+        for _, plan in self._in_flight:
+            for request in plan.requests:
+                request.num_pending_tokens = 0
+        self._in_flight.clear()
+        while self._running:
+            self._preempt(self._running.pop())
+        self._released.clear()
         return outputs
 
     # ---- what others want to know ----
@@ -188,12 +200,12 @@ class Scheduler:
         return len(self._waiting)
 
     def has_unfinished(self) -> bool:
-        """Whether a step would do or report something."""
+        """Whether a step would do or report something. Steps in flight may be left all the same."""
         return bool(self.requests or self._early_outputs)
 
     def load(self) -> EngineLoad:
         """How busy the engine is. O(running)."""
-        missing = (request.num_tokens - request.num_computed_tokens for request in self._running)
+        missing = (request.num_wanted_tokens for request in self._running)
         return EngineLoad(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -217,30 +229,9 @@ class Scheduler:
             AssertionError: it contradicts itself.
         """
         self._kv.check_integrity()
-        waiting = list(self._waiting)
-        assert len(waiting) == len(self._waiting), "a request waits twice"
-        assert sum(request.num_tokens for request in waiting) == self._waiting.num_tokens, (
-            "waiting tokens are miscounted"
-        )
-        assert self._running == sorted(self._running, key=BY_ORDER), "running requests are out of order"
         assert len(self._running) <= self._max_num_seqs, "more requests run than may"
-        known = {request.request_id: request for request in (*waiting, *self._running)}
-        assert known == self.requests, "a request is neither waiting nor running, or it is both"
-        for request in waiting:
-            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request.request_id} waits"
-            assert request.num_computed_tokens == 0, f"{request.request_id} waits with computed tokens"
-        running = {request.request_id for request in self._running}
-        assert running == self._kv.req_to_blocks.keys(), "not exactly the running requests have blocks"
-        for request in self._running:
-            assert request.status is RequestStatus.RUNNING, f"{request.request_id} runs"
-            assert request.num_computed_tokens < request.num_tokens, f"{request.request_id} has nothing to compute"
-            blocks = self._kv.req_to_blocks[request.request_id]
-            assert len(blocks) * self._kv.block_size >= request.num_computed_tokens, (
-                f"{request.request_id} lacks blocks"
-            )
-            for index, block in enumerate(blocks):
-                known_hash = block.block_hash in (None, *request.block_hashes[index : index + 1])
-                assert known_hash, f"{request.request_id} has {block} with another content"
+        plans = [plan for _, plan in self._in_flight]
+        check_requests(self.requests, self._running, self._waiting, plans, self._kv)
 
     # ---- schedule ----
 
@@ -249,8 +240,12 @@ class Scheduler:
         while index < len(self._running):
             request = self._running[index]
             kept_for_others = len(self._running) - index - 1
-            wanted = request.num_tokens - request.num_computed_tokens
-            drafts = request.spec_token_ids
+            if request.num_pending_tokens and self._waits_for_result(request):
+                # It may ask for a block when it goes on.
+                plan.promised += 1
+                index += 1
+                continue
+            wanted, drafts = request.num_wanted_tokens, request.spec_token_ids
             if drafts:
                 # The last token that can be put out is sampled, not drafted.
                 drafts = drafts[: max(token_limit(request, self._max_model_len) - request.num_tokens - 1, 0)]
@@ -261,7 +256,7 @@ class Scheduler:
             plan.add_step(
                 request,
                 count,
-                blocks_to_come=self._blocks_between(request.num_computed_tokens + count, request.num_tokens),
+                blocks_to_come=self._blocks_to_come(request, request.num_computed_tokens + count),
                 new_blocks=blocks,
                 drafts=drafts[: max(count - wanted, 0)],
             )
@@ -271,7 +266,8 @@ class Scheduler:
         """Blocks for the request, if need be those of requests behind it; None if it had to go itself."""
         while (blocks := self._kv.allocate_slots(request, count)) is None:
             victim = self._running.pop()
-            if not self._running:
+            # One whose pending token ends it needs no more room; any other fails when it is to start again.
+            if not self._running and not victim.num_pending_tokens:
                 self._fail_oversized(victim, plan.now)
                 return None
             self._preempt(victim)
@@ -282,21 +278,24 @@ class Scheduler:
     def _start_waiting(self, plan: StepPlan) -> None:
         if not self._waiting or len(self._running) >= self._max_num_seqs:
             return
-        being_computed: set[bytes] = set()
-        for request, step in zip(self._running, plan.steps, strict=True):
-            being_computed.update(self._hashes_of(request, step))
+        size = self._kv.block_size
+        being_computed = set(plan.blocks_made_full(size))
+        for _, earlier in self._in_flight:
+            being_computed.update(earlier.blocks_made_full(size))
         held: list[Request] = []
         while self._waiting and plan.budget > 0 and len(self._running) + len(held) < self._max_num_seqs:
             request = self._waiting.peek()
+            if request.status is RequestStatus.PREEMPTED and self._is_in_flight(request):
+                break  # its result may add to its tokens, or end it
             cached, missing = self._kv.match_prefix(request)
             if missing in being_computed:
-                # The next step finds that block (or a failure ends all), so this wait cannot go on without progress.
+                # A step soon finds that block (or a failure ends all), so this wait cannot go on without progress.
                 held.append(self._waiting.pop())
                 continue
-            num_cached = len(cached) * self._kv.block_size
+            num_cached = len(cached) * size
             count = min(request.num_tokens - num_cached, plan.budget)
             # It starts only if all of its tokens have room, else it would lose its first blocks before its last chunk.
-            blocks_to_come = self._blocks_between(num_cached + count, request.num_tokens)
+            blocks_to_come = self._blocks_to_come(request, num_cached + count)
             blocks = self._kv.allocate_slots(request, count, cached, reserve=plan.promised + blocks_to_come)
             if blocks is None and self._running:
                 break
@@ -307,7 +306,7 @@ class Scheduler:
             self._start(request, num_cached, plan.now)
             plan.add_start(request, self._kv.req_to_blocks[request.request_id])
             plan.add_step(request, count, blocks_to_come=blocks_to_come)
-            being_computed.update(self._hashes_of(request, plan.steps[-1]))
+            being_computed.update(request.block_hashes[len(cached) : request.num_computed_tokens // size])
         for request in held:
             self._waiting.push(request)
 
@@ -322,30 +321,23 @@ class Scheduler:
                 self._counts = SchedulerCounts(preemptions, queried + request.num_tokens, hit + num_cached)
         insort(self._running, request, key=BY_ORDER)
 
-    def _blocks_between(self, done: int, total: int) -> int:
-        return self._kv.blocks_for(total) - self._kv.blocks_for(done) if done < total else 0
+    def _blocks_to_come(self, request: Request, num_computed: int) -> int:
+        """That its present tokens need beyond those for the first num_computed."""
+        total = request.num_tokens + request.num_pending_tokens
+        return self._kv.blocks_for(total) - self._kv.blocks_for(num_computed) if num_computed < total else 0
 
-    def _hashes_of(self, request: Request, step: ScheduledStep) -> list[bytes]:
-        """Of the blocks that a step makes full."""
-        size, first = self._kv.block_size, step.num_computed_tokens
-        return request.block_hashes[first // size : (first + step.num_tokens) // size]
+    def _waits_for_result(self, request: Request) -> bool:
+        """Whether a running request with pending tokens has no part in the next step.
 
-    def _add_deadline(self, deadline: float, request_id: str) -> None:
-        heapq.heappush(self._deadlines, (deadline, request_id))
-        # Most requests end long before their deadline, and their entries must not pile up until then.
-        if len(self._deadlines) > 2 * len(self.requests) + MIN_DEAD_TO_COMPACT:
-            alive = ((request.spec.deadline, request_id) for request_id, request in self.requests.items())
-            self._deadlines = [(deadline, request_id) for deadline, request_id in alive if deadline is not None]
-            heapq.heapify(self._deadlines)
+        So where what it computes next depends on which tokens these are (a grammar, drafts), and where they are its
+        last: whatever they are, it then ends with them.
+        """
+        if request.spec_token_ids or request.spec.grammar is not None:
+            return True
+        return request.num_tokens + request.num_pending_tokens >= token_limit(request, self._max_model_len)
 
-    def _abort_overdue(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, request_id = heapq.heappop(self._deadlines)
-            request = self.requests.get(request_id)
-            # An entry may be that of an earlier request with the same id.
-            if request is not None and request.spec.deadline == deadline:
-                self._remove(request)
-                self._end_early(request, FinishReason.ABORT, now)
+    def _is_in_flight(self, request: Request) -> bool:
+        return any(request in plan.requests for _, plan in self._in_flight)
 
     def _preempt(self, request: Request) -> None:
         self._kv.free(request)
@@ -357,20 +349,31 @@ class Scheduler:
 
     # ---- update ----
 
+    def _landed(self, output: SchedulerOutput) -> list[Request]:
+        """Takes the oldest step out of those in flight, and returns whose its results are."""
+        if not output.steps:
+            return []
+        oldest, plan = self._in_flight.popleft()
+        assert oldest is output, "results come in another order than the steps"
+        return plan.requests
+
     def _report(self, request: Request, step: ScheduledStep, result: SampledStep, now: float) -> EngineOutput | None:
         if result.error is not None:
             # What it computed is not stored: whatever made the logits unusable stands in its blocks.
-            self._finish(request, FinishReason.ERROR, now)
+            self._finish_in_update(request, FinishReason.ERROR, now)
             return last_output(request, result.error)
-        new, logprobs, stop = apply_result(request, step, result, self._max_model_len)
-        self._kv.store_blocks(request, step.num_computed_tokens)
+        new, logprobs, stop, num_computed = apply_result(request, step, result, self._max_model_len)
+        if request.is_running:
+            self._kv.store_blocks(request, step.num_computed_tokens, num_computed)
+        else:
+            self._waiting.grow(len(new))  # it was preempted while the step ran
         if not new and result.prompt_logprobs is None:
             return None
         is_first = bool(new) and request.first_token_at is None
         if is_first:
             request.first_token_at = now
         if stop is not None:
-            self._finish(request, stop.reason, now)
+            self._finish_in_update(request, stop.reason, now)
         return EngineOutput(
             step.request_id,
             new,
@@ -385,8 +388,12 @@ class Scheduler:
     # ---- ends ----
 
     def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
-        """Frees what it holds. To take it out of those that run or wait is the caller's part."""
-        if request.status is RequestStatus.RUNNING:
+        """Frees what it holds. To take it out of those that run or wait is the caller's part.
+
+        Its blocks may pass to another request while a step in flight still writes to them: that write lands before any
+        of a step that is yet to be scheduled, and only in blocks whose content has no name.
+        """
+        if request.is_running:
             self._kv.free(request)
             self._released.append(request.request_id)
         request.status = RequestStatus.FINISHED
@@ -394,8 +401,14 @@ class Scheduler:
         request.finished_at = now
         del self.requests[request.request_id]
 
+    def _finish_in_update(self, request: Request, reason: FinishReason, now: float) -> None:
+        """Finishes a request; update() then takes all such out of those that run, at once."""
+        if not request.is_running:
+            self._waiting.remove(request)
+        self._finish(request, reason, now)
+
     def _remove(self, request: Request) -> None:
-        if request.status is RequestStatus.RUNNING:
+        if request.is_running:
             self._running.remove(request)
         else:
             self._waiting.remove(request)

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.attention.cpu_attention import CpuAttention
 from engine.layers.recorder import StepRecorder
 from engine.models import DecoderForCausalLM
+from engine.protocols import KVCache
 from kernels.cpu.library import Batch, array_of
 
 
@@ -17,7 +18,7 @@ class StepPlan:
     def __init__(
         self,
         model: DecoderForCausalLM,
-        kv_caches: list[tuple[Tensor, Tensor]],
+        kv_caches: list[KVCache],
         attention: CpuAttention,
         *,
         dtype: torch.dtype,
@@ -49,11 +50,11 @@ class StepPlan:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        kv_caches: list[tuple[Tensor, Tensor]],
+        kv_caches: list[KVCache],
         kept: Tensor | None = None,
     ) -> Tensor:
         """See DecoderForCausalLM.forward; the caches are those of the recording."""
-        cosines, sines = self._model.half_angles(positions)
+        cosines, sines = self._model.angles(positions)
         batch = self._attention.batch(len(token_ids), cosines, sines)
         batch.token_ids = token_ids.data_ptr()
         if kept is None:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine.attention import select_backend
 from engine.attention.cpu_attention import CpuAttention
+from engine.attention.torch_attention import TorchAttention
 from engine.config import GIB, EngineConfig, ModelConfig, available_threads, cache_folder
-from engine.models import KVCache, load_model
+from engine.layers.operations import Kernels
+from engine.layers.weight import Packing
+from engine.models import DecoderForCausalLM, load_model
 from engine.outputs import SampledStep, SchedulerOutput
+from engine.protocols import AttentionBackend, Heads, KVCache
+from engine.sampling.host_sampler import HostSampler
 from engine.sampling_params import InvalidParameter
 from engine.worker.cpu_kernels import PACKINGS, load_cpu_kernels
-from engine.worker.model_runner import PROMPT_LOGPROB_ROWS, CausalLM, ModelRunner
+from engine.worker.gpu_kernels import num_multiprocessors, use_gpu_kernels
+from engine.worker.gpu_memory import check_room, out_of_memory_explained
+from engine.worker.model_input import HostBuffers
+from engine.worker.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner, StepInFlight
 from engine.worker.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from engine.worker.gpu_setup import GpuSetup
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +37,7 @@ class Worker:
     """Loads the model onto a device and runs steps there. Touched on one thread alone.
 
     Raises:
-        InvalidParameter: the device that was asked for is not there.
+        InvalidParameter: the device that was asked for is not there, lacks what was asked of it, or is too small.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
@@ -36,72 +47,135 @@ class Worker:
         if config.quantization is not None and self.device.type != "cpu":
             rule = f"needs the C++ kernels of a CPU; the device is {self.device}"
             raise InvalidParameter.of("quantization", config.quantization, rule)
-        num_threads = config.num_threads or available_threads()
-        torch.set_num_threads(num_threads)
-        self._kernels = (
-            load_cpu_kernels(
+        torch.set_num_threads(config.num_threads or available_threads())
+        self._setup: GpuSetup | None = None
+        if use_gpu_kernels(
+            config.gpu_kernels,
+            model_config,
+            block_size=config.block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
+            device=self.device,
+        ):
+            self._load_on_gpu()
+        else:
+            self._load_on_host()
+
+    def _load_on_host(self) -> None:
+        """With the C++ kernels where they can be had, else with torch's, which run on any device."""
+        config, model_config = self._config, self._model_config
+        kernels = None
+        if self.device.type == "cpu":
+            kernels = load_cpu_kernels(
                 config.cpu_kernels,
                 model_config,
                 block_size=config.block_size,
-                num_threads=num_threads,
+                num_threads=config.num_threads or available_threads(),
                 cache_folder=cache_folder() / "kernels",
                 quantization=config.quantization,
             )
-            if self.device.type == "cpu"
-            else None
+        self._attention: AttentionBackend = CpuAttention(kernels) if kernels else TorchAttention()
+        self._model = self._load(self._attention, packing=PACKINGS[config.quantization] if kernels else None)
+        buffers = HostBuffers(**self._sizes, device=self.device)
+        sampler = HostSampler(config.max_num_seqs, model_config.vocab_size, kernels)
+        self._runner = ModelRunner(self._attention, buffers, sampler, device=self.device)
+
+    def _load_on_gpu(self) -> None:
+        # They import Triton, which only a GPU's worker needs.
+        from engine.attention.triton_attention import TritonAttention
+        from engine.sampling.device_sampler import DeviceSampler
+        from engine.worker.device_buffers import DeviceBuffers
+        from engine.worker.gpu_setup import GpuSetup
+
+        config, model_config = self._config, self._model_config
+        if self._fills_gpu:
+            check_room(self.device, config.gpu_memory_utilization)
+        self._attention = TritonAttention(
+            num_sms=num_multiprocessors(self.device), fp8=model_config.kv_cache_dtype == "fp8"
         )
-        self._attention = CpuAttention(self._kernels) if self._kernels else select_backend(self.device)
-        with torch.inference_mode():
-            self._model = load_model(
-                model_config,
-                load_format=config.load_format,
-                device=self.device,
-                attention=self._attention,
-                seed=config.seed,
-                packing=PACKINGS[config.quantization] if self._kernels else None,
-            )
-        self._runner = ModelRunner(
+        with out_of_memory_explained("load", self.device):
+            self._model = self._load(self._attention, kernels="triton")
+            buffers = DeviceBuffers(**self._sizes, device=self.device)
+            sampler = DeviceSampler(config.max_num_seqs, model_config.vocab_size, self.device)
+        self._runner = ModelRunner(self._attention, buffers, sampler, device=self.device)
+        self._setup = GpuSetup(
+            self._model,
             self._attention,
+            buffers,
+            sampler,
+            self._new_kv_caches,
             vocab_size=model_config.vocab_size,
-            max_model_len=model_config.max_model_len,
+            dtype=getattr(torch, model_config.dtype),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=config.block_size,
+            max_logprobs=config.max_logprobs,
+            enforce_eager=config.enforce_eager,
             device=self.device,
-            kernels=self._kernels,
         )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "max_num_seqs": self._config.max_num_seqs,
+            "max_model_len": self._model_config.max_model_len,
+            "max_num_batched_tokens": self._config.max_num_batched_tokens,
+            "block_size": self._config.block_size,
+        }
+
+    @property
+    def _fills_gpu(self) -> bool:
+        """Whether the number of KV blocks follows from what a GPU has left."""
+        chosen = self._config.num_kv_blocks or self._config.kv_cache_memory_bytes
+        return self.device.type == "cuda" and chosen is None
+
+    def _load(
+        self, attention: AttentionBackend, *, packing: Packing | None = None, kernels: Kernels = "torch"
+    ) -> DecoderForCausalLM:
+        with torch.inference_mode():
+            return load_model(
+                self._model_config,
+                load_format=self._config.load_format,
+                device=self.device,
+                attention=attention,
+                seed=self._config.seed,
+                packing=packing,
+                kernels=kernels,
+            )
 
     def kv_blocks_that_fit(self) -> int:
         """Blocks that kv_cache_memory_bytes holds; on a GPU without it, what gpu_memory_utilization leaves.
 
         Raises:
-            InvalidParameter: the machine has not as much memory free as kv_cache_memory_bytes says.
+            InvalidParameter: the machine has not as much memory free as kv_cache_memory_bytes says, or the GPU has none
+                left.
         """
         block_bytes = self._model_config.kv_block_bytes(self._config.block_size)
+        if self._fills_gpu:
+            return self._gpu_memory_left() // block_bytes
         chosen = self._config.kv_cache_memory_bytes
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            room = int(total * self._config.gpu_memory_utilization) - (total - free)
-            return max(chosen if chosen is not None else room, 0) // block_bytes
         memory = CPU_KV_CACHE_BYTES if chosen is None else chosen
-        available = _available_memory()
+        available = _available_memory(self.device)
         if available is not None and memory > available:
             raise InvalidParameter.of(
                 "kv_cache_memory_bytes", memory, f"must be less than the memory that is free, {available:,} bytes"
             )
         return memory // block_bytes
 
+    def _gpu_memory_left(self) -> int:
+        if self._setup is not None:
+            return self._setup.profile().kv_bytes(self._config.gpu_memory_utilization)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(int(total * self._config.gpu_memory_utilization) - (total - free), 0)
+
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Reserves the blocks; on a CPU the pages are touched only when they are first written."""
-        shape = self._attention.kv_cache_shape(
-            num_blocks, self._config.block_size, self._model_config.num_kv_heads, self._model_config.head_dim
-        )
-        dtype = getattr(torch, self._model_config.dtype)
-        kv_caches = [
-            (torch.empty(shape, dtype=dtype, device=self.device), torch.empty(shape, dtype=dtype, device=self.device))
-            for _ in range(self._model_config.num_layers)
-        ]
-        self._runner.bind(self._planned(kv_caches), kv_caches)
+        with out_of_memory_explained("kv_cache", self.device):
+            kv_caches = self._new_kv_caches(num_blocks)
+        if self._setup is not None:
+            self._runner.bind(self._model, kv_caches, self._setup.capture(kv_caches))
+        elif isinstance(self._attention, CpuAttention):
+            self._runner.bind(self._plan(self._attention, kv_caches), kv_caches)
+        else:
+            self._runner.bind(self._model, kv_caches)
         logger.info(
             "kv_cache blocks=%d tokens=%d bytes=%d device=%s",
             num_blocks,
@@ -110,30 +184,43 @@ class Worker:
             self.device,
         )
 
-    def _planned(self, kv_caches: list[KVCache]) -> CausalLM:
-        """The model itself, or the plan of its step where the C++ kernels run it."""
-        if not isinstance(self._attention, CpuAttention):
-            return self._model
-        # Their threads have the cores; torch's own would wait for work in the way of them.
+    def submit(self, work: SchedulerOutput) -> StepInFlight:
+        """Begins a step. On a CPU it is done when this returns; on a GPU the next one may begin meanwhile."""
+        return self._runner.submit(work)
+
+    def execute(self, work: SchedulerOutput) -> list[SampledStep]:
+        """Runs a step to its end."""
+        return self.submit(work).result()
+
+    def reset(self) -> None:
+        self._runner.reset()
+
+    def _new_kv_caches(self, num_blocks: int) -> list[KVCache]:
+        model = self._model_config
+        heads = Heads(model.num_heads, model.num_kv_heads, model.head_dim)
+        dtype = getattr(torch, model.dtype)
+        return [
+            self._attention.new_kv_cache(num_blocks, self._config.block_size, heads, dtype, self.device)
+            for _ in range(model.num_layers)
+        ]
+
+    def _plan(self, attention: CpuAttention, kv_caches: list[KVCache]) -> StepPlan:
+        # The kernels' threads have the cores; torch's own would wait for work in the way of them.
         torch.set_num_threads(1)
         return StepPlan(
             self._model,
             kv_caches,
-            self._attention,
+            attention,
             dtype=getattr(torch, self._model_config.dtype),
             max_tokens=self._config.max_num_batched_tokens,
             max_rows=max(self._config.max_num_seqs, PROMPT_LOGPROB_ROWS),
         )
 
-    def execute(self, work: SchedulerOutput) -> list[SampledStep]:
-        return self._runner.execute(work)
 
-    def reset(self) -> None:
-        self._runner.reset()
-
-
-def _available_memory() -> int | None:
-    """Bytes that Linux can give without swapping; None on other systems."""
+def _available_memory(device: torch.device) -> int | None:
+    """Bytes that a GPU can give, or Linux without swapping; None on other systems."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     for line in meminfo.read_text().splitlines() if meminfo.is_file() else ():
         if line.startswith("MemAvailable:"):

@@ -11,16 +11,22 @@ from typing import Any
 import pytest
 
 from engine import LLM, AsyncEngine, EngineDeadError, EngineRequest, InvalidParameter, SamplingParams
-from engine.outputs import EngineOutput, SampledStep, SchedulerOutput
+from engine.outputs import EngineOutput, SchedulerOutput
+from engine.protocols import StepHandle
 from engine.request import FinishReason
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
-@pytest.fixture
-async def engine(tiny_folder: Path) -> AsyncIterator[AsyncEngine]:
+@pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
+async def engine(request: pytest.FixtureRequest, tiny_folder: Path) -> AsyncIterator[AsyncEngine]:
     engine = AsyncEngine(
-        str(tiny_folder), load_format="dummy", dtype="float32", num_kv_blocks=256, debug_integrity=True
+        str(tiny_folder),
+        load_format="dummy",
+        dtype="float32",
+        num_kv_blocks=256,
+        async_scheduling=request.param,
+        debug_integrity=True,
     )
     yield engine
     await engine.shutdown()
@@ -140,11 +146,11 @@ class FailsOnce:
         self._real = real
         self.armed = True
 
-    def execute(self, work: SchedulerOutput) -> list[SampledStep]:
-        if self.armed and work.steps:
+    def submit(self, work: SchedulerOutput) -> StepHandle:
+        if self.armed:
             self.armed = False
             raise MemoryError("no memory for this step")
-        return self._real.execute(work)
+        return self._real.submit(work)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -170,7 +176,7 @@ async def test_an_engine_that_keeps_failing_says_so_and_ends_its_streams(engine:
     core = engine.core._core
 
     class Broken(FailsOnce):
-        def execute(self, work: SchedulerOutput) -> list[SampledStep]:
+        def submit(self, work: SchedulerOutput) -> StepHandle:
             raise RuntimeError("the device is gone")
 
     core._executor = Broken(core._executor)

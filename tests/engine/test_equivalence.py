@@ -1,7 +1,7 @@
 """Rule 3: the same tokens, whatever the path. Every feature of the engine is held to this matrix.
 
-The baseline runs each request alone on an engine without a prefix cache; every other path must give the same tokens,
-and must be seen to have been that path.
+The baseline runs each request alone, step after step, on an engine without a prefix cache; every other path must give
+the same tokens, and must be seen to have been that path.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -41,34 +41,6 @@ def params() -> list[SamplingParams]:
 Engine = Callable[..., AbstractContextManager[LLM]]
 
 
-@pytest.fixture(scope="module", params=[("float32", "auto"), ("bfloat16", "auto"), ("float32", "torch")], ids="-".join)
-def engine(request: pytest.FixtureRequest, demo_folder: Path) -> Engine:
-    """Makes engines that differ in nothing but the arguments given.
-
-    The C++ kernels hold the rule in bfloat16 as well: their sums have the same order for any number of rows.
-    """
-    dtype, kernels = request.param
-
-    @contextmanager
-    def make(**changed: Any) -> Iterator[LLM]:
-        arguments: dict[str, Any] = {
-            "dtype": dtype,
-            "cpu_kernels": kernels,
-            "max_model_len": 512,
-            "num_kv_blocks": 512,
-            "debug_integrity": True,
-            **changed,
-        }
-        with LLM(str(demo_folder), **arguments) as llm:
-            yield llm
-
-    return make
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
 def metric(llm: LLM, name: str) -> float:
     return sum(
         sample.value
@@ -78,13 +50,78 @@ def metric(llm: LLM, name: str) -> float:
     )
 
 
+class Kind(NamedTuple):
+    """Of engines that must agree with each other, and whether each of their steps is scheduled beside the one before.
+
+    The C++ kernels hold the rule in bfloat16 as well: their sums have the same order for any number of rows.
+    """
+
+    dtype: str
+    kernels: str
+    overlaps: bool = False
+
+
+KINDS = [
+    Kind("float32", "auto"),
+    Kind("float32", "auto", overlaps=True),
+    Kind("bfloat16", "auto"),
+    Kind("bfloat16", "auto", overlaps=True),
+    Kind("float32", "torch"),
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=KINDS,
+    ids=["float32", "float32-overlapped", "bfloat16", "bfloat16-overlapped", "float32-torch"],
+)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> list[list[int]]:
-    with engine(enable_prefix_caching=False) as llm:
-        return [
-            tokens(llm.generate([prompt], each, use_tqdm=False))[0]
-            for prompt, each in zip(prompts(), params(), strict=True)
-        ]
+def engine(kind: Kind, demo_folder: Path) -> Engine:
+    """Makes engines that differ in nothing but the arguments given."""
+
+    @contextmanager
+    def make(**changed: Any) -> Iterator[LLM]:
+        arguments: dict[str, Any] = {
+            "dtype": kind.dtype,
+            "cpu_kernels": kind.kernels,
+            "async_scheduling": kind.overlaps,
+            "max_model_len": 512,
+            "num_kv_blocks": 512,
+            "debug_integrity": True,
+            **changed,
+        }
+        with LLM(str(demo_folder), **arguments) as llm:
+            yield llm
+            overlapped = metric(llm, "manta_engine_overlapped_steps_total")
+            # All but the first of each burst.
+            least = 0.8 * metric(llm, "manta_engine_steps_total")
+            assert overlapped > least if arguments["async_scheduling"] else overlapped == 0
+
+    return make
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def baselines() -> dict[tuple[str, str], list[list[int]]]:
+    return {}
+
+
+@pytest.fixture(scope="module")
+def alone(kind: Kind, engine: Engine, baselines: dict[tuple[str, str], list[list[int]]]) -> list[list[int]]:
+    if kind[:2] not in baselines:
+        with engine(enable_prefix_caching=False, async_scheduling=False) as llm:
+            baselines[kind[:2]] = [
+                tokens(llm.generate([prompt], each, use_tqdm=False))[0]
+                for prompt, each in zip(prompts(), params(), strict=True)
+            ]
+    return baselines[kind[:2]]
 
 
 def test_baseline_is_not_trivial(alone: list[list[int]]) -> None:
@@ -158,3 +195,23 @@ def test_one_of_many_completions(engine: Engine, alone: list[list[int]]) -> None
         assert many.outputs[0].token_ids == alone[1]
         # The children share the prompt's blocks: only the first computes them.
         assert metric(llm, "manta_prefix_cache_hit_tokens_total") >= 2 * (len(many.prompt_token_ids) // 16 * 16 - 16)
+
+
+def test_stops_and_logprobs(engine: Engine, alone: list[list[int]]) -> None:
+    """Whoever stops in the middle has exactly what it would have alone, and that is what is counted."""
+    places = [3 * index for index in range(8)]
+    stopping = [
+        replace(each, stop_token_ids=[alone[index][places[index]]], logprobs=2, prompt_logprobs=1)
+        for index, each in enumerate(params())
+    ]
+    with engine(async_scheduling=False) as llm:
+        expected = llm.generate(prompts(), stopping, use_tqdm=False)
+    with engine() as llm:
+        outputs = llm.generate(prompts(), stopping, use_tqdm=False)
+        ends = [each.index(each[place]) + 1 for each, place in zip(alone, places, strict=True)]
+        assert tokens(outputs) == [each[:end] for each, end in zip(alone, ends, strict=True)]
+        assert metric(llm, "manta_generated_tokens_total") == sum(ends)
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.outputs == other.outputs
+        assert output.prompt_logprobs == other.prompt_logprobs
+        assert output.outputs[0].finish_reason == "stop"

@@ -124,7 +124,7 @@ def test_an_interrupted_batch_leaves_nothing_behind(tiny_folder: Path, monkeypat
         expected = llm.generate(["Hello"], params, use_tqdm=False)[0].outputs[0].token_ids
         with monkeypatch.context() as patch:
             # Before the worker heard that the first request's row is free.
-            patch.setattr(llm.core._executor, "execute", Mock(side_effect=KeyboardInterrupt))
+            patch.setattr(llm.core._executor, "submit", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(["Hello"] * 3, params, use_tqdm=False)
         assert not llm.core.has_work()

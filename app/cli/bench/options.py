@@ -58,7 +58,7 @@ def engine_args(rest: list[str]) -> dict[str, Any]:
         name, given, text = word[2:].partition("=")
         name = name.replace("-", "_")
         positive = name.removeprefix("no_")
-        if types_of.get(positive) is bool and not given:
+        if types_of.get(positive) in (bool, bool | None) and not given:
             args[positive] = positive == name
         elif name not in types_of:
             EngineConfig.from_args("demo", {name: None})  # refuses it, and names those it knows

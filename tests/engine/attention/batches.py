@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.protocols import AttentionBackend, AttentionMetadata
+from engine.protocols import AttentionBackend, AttentionMetadata, Heads, KVCache
 
 
 @dataclass
@@ -32,15 +32,19 @@ class Batch:
         backend.prepare(self.metadata)
         return self.forward(backend, sliding_window=sliding_window)
 
-    def forward(self, backend: AttentionBackend, *, sliding_window: int | None = None) -> Tensor:
-        """One layer of a step that is prepared."""
+    def forward(
+        self, backend: AttentionBackend, caches: KVCache | None = None, *, sliding_window: int | None = None
+    ) -> Tensor:
+        """One layer of a step that is prepared, on copies of the caches where none are given."""
+        tokens, heads, head_dim = self.query.shape
+        qkv = torch.cat((self.query, self.new(self.keys), self.new(self.values)), dim=1).flatten(1)
         return backend.forward(
-            self.query,
-            self.new(self.keys),
-            self.new(self.values),
-            self.key_cache.clone(),
-            self.value_cache.clone(),
-            scale=self.query.shape[-1] ** -0.5,
+            qkv,
+            (torch.ones(tokens, head_dim // 2), torch.zeros(tokens, head_dim // 2)),
+            caches or KVCache(self.key_cache.clone(), self.value_cache.clone()),
+            heads=Heads(heads, self.keys[0].shape[1], head_dim),
+            norm=None,
+            scale=head_dim**-0.5,
             sliding_window=sliding_window,
         )
 
@@ -101,7 +105,7 @@ def random_batch(
         block_tables=tables,
         query_start=torch.cat((torch.zeros(1), lengths.cumsum(0))).int(),
         context_lens=torch.tensor([c for c, _ in requests]).int(),
-        max_query_len=int(lengths.max()),
+        query_lens=lengths.numpy(),
         max_context_len=max(c for c, _ in requests),
     )
     return batch

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import select_backend, torch_attention
+from engine.attention import torch_attention
 from engine.attention.reference_attention import ReferenceAttention
 from engine.attention.torch_attention import TorchAttention
+from engine.protocols import KVCache
 from tests.engine.attention.batches import random_batch
 
 MIXED = [(5, 5), (40, 1), (1, 1), (33, 20), (17, 1), (64, 64), (16, 2), (200, 1), (47, 46), (31, 1)]
@@ -78,35 +79,16 @@ def test_layers_of_one_step_may_differ_in_window_and_shape():
 
 def test_step_writes_its_own_slots_and_no_other():
     batch = random_batch(MIXED)
-    caches = batch.key_cache.clone(), batch.value_cache.clone()
+    caches = KVCache(batch.key_cache.clone(), batch.value_cache.clone())
     backend = TorchAttention()
     backend.prepare(batch.metadata)
     key, value = batch.new(batch.keys), batch.new(batch.values)
-    backend.forward(batch.query, key, value, *caches, scale=1.0, sliding_window=None)
+    batch.forward(backend, caches)
     slots = batch.metadata.slot_mapping
-    for cache, before, new in ((caches[0], batch.key_cache, key), (caches[1], batch.value_cache, value)):
+    for cache, before, new in ((caches.keys, batch.key_cache, key), (caches.values, batch.value_cache, value)):
         assert torch.equal(cache[slots // 16, :, slots % 16], new)
         cache[slots // 16, :, slots % 16] = before[slots // 16, :, slots % 16]
         torch.testing.assert_close(cache, before, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def test_strided_inputs_attend_like_contiguous_ones():
-    batch = random_batch(MIXED)
-    expected = batch.attend(TorchAttention())
-    key, value = batch.new(batch.keys), batch.new(batch.values)
-    fused = torch.cat((batch.query, key, value), dim=1)
-    backend = TorchAttention()
-    backend.prepare(batch.metadata)
-    attended = backend.forward(
-        fused[:, :6],
-        fused[:, 6:8],
-        fused[:, 8:],
-        batch.key_cache.clone(),
-        batch.value_cache.clone(),
-        scale=64**-0.5,
-        sliding_window=None,
-    )
-    torch.testing.assert_close(attended, expected, rtol=0.0, atol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -131,9 +113,3 @@ def test_groups_bound_padding_and_size(monkeypatch):
     monkeypatch.setattr(torch_attention, "GROUP_SLOTS", 100)
     assert group([0, 1, 2], [50, 50, 50]) == [[0, 1], [2]]
     assert group([1], [5, 1000]) == [[1]]
-
-
-def test_selected_backend_works_on_a_cpu():
-    batch = random_batch([(20, 3), (9, 1)])
-    attended = batch.attend(select_backend(torch.device("cpu")))
-    torch.testing.assert_close(attended.double(), batch.attend_naively(), **CLOSE)

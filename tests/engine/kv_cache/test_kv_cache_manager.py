@@ -27,7 +27,7 @@ def compute(kv: KVCacheManager, req: Request, count: int) -> None:
     """What a step that ran does."""
     before = req.num_computed_tokens
     req.num_computed_tokens += count
-    kv.store_blocks(req, before)
+    kv.store_blocks(req, before, req.num_computed_tokens)
 
 
 def run(kv: KVCacheManager, req: Request, count: int | None = None) -> list[int]:

@@ -78,7 +78,7 @@ def test_half_types_stay_close(saved, dtype, tolerance):
     model, config = saved
     logits = Runner(dataclasses.replace(config, dtype=dtype)).logits(IDS, [60, 1])
     expected = expected_logits(model, IDS)
-    assert logits.dtype == torch.float32
+    assert logits.dtype == getattr(torch, dtype)
     assert (logits - expected).norm() < tolerance * expected.norm()
 
 

@@ -16,7 +16,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.hub import load_model_config
 from engine.layers.weight import Packing
 from engine.models import load_model
-from engine.protocols import AttentionMetadata
+from engine.protocols import AttentionBackend, AttentionMetadata, Heads, KVCache
 from engine.worker.step_plan import StepPlan
 from kernels.cpu.library import CpuKernels
 
@@ -55,6 +55,19 @@ def config_of(folder: Path, **changes: Any) -> ModelConfig:
     return replace(load_model_config(EngineConfig(model=str(folder), dtype="float32")), **changes)
 
 
+def new_kv_caches(attention: AttentionBackend, config: ModelConfig, num_blocks: int) -> list[KVCache]:
+    """One for each layer, all NaN."""
+    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+    caches = [
+        attention.new_kv_cache(num_blocks, BLOCK_SIZE, heads, getattr(torch, config.dtype), torch.device("cpu"))
+        for _ in range(config.num_layers)
+    ]
+    for cache in caches:
+        cache.keys.fill_(float("nan"))
+        cache.values.fill_(float("nan"))
+    return caches
+
+
 class Runner:
     """Our model with a small KV cache of NaNs, in which request r owns every n-th block."""
 
@@ -82,14 +95,8 @@ class Runner:
                 seed=seed,
                 packing=packing if kernels else None,
             )
-            shape = self._attention.kv_cache_shape(
-                self._blocks * num_requests, BLOCK_SIZE, config.num_kv_heads, config.head_dim
-            )
             dtype = getattr(torch, config.dtype)
-            self._caches = [
-                (torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype))
-                for _ in range(config.num_layers)
-            ]
+            self._caches = new_kv_caches(self._attention, config, self._blocks * num_requests)
             if isinstance(self._attention, CpuAttention):
                 self.model = StepPlan(
                     self.model, self._caches, self._attention, dtype=dtype, max_tokens=256, max_rows=256
@@ -120,7 +127,7 @@ class Runner:
                 block_tables=torch.stack(tables).int(),
                 query_start=torch.cat((torch.zeros(1), lengths.cumsum(0))).int(),
                 context_lens=contexts.int(),
-                max_query_len=int(lengths.max()),
+                query_lens=lengths.numpy(),
                 max_context_len=int(contexts.max()),
             )
         )

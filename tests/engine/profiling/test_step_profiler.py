@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from engine import EngineConfig, EngineCore, EngineRequest, SamplingParams, StepProfiler
-from engine.outputs import SampledStep, SchedulerOutput
+from engine.outputs import SchedulerOutput
 from engine.profiling.bookkeeping import bookkeeping_core
 from engine.profiling.spans import SpanRecorder
 from engine.profiling.step_profiler import PHASES
+from engine.protocols import StepHandle
 
 
 @pytest.fixture
@@ -112,13 +113,13 @@ def test_step_without_work_is_not_recorded(core: EngineCore) -> None:
 
 
 def test_step_that_raised_is_counted_to_no_other(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(work: SchedulerOutput) -> list[SampledStep]:
+    def interrupted(work: SchedulerOutput) -> StepHandle:
         raise KeyboardInterrupt
 
     add(core, 5)
     with StepProfiler(core) as profiler:
         with monkeypatch.context() as patch:
-            patch.setattr(core._executor, "execute", interrupted)
+            patch.setattr(core._executor, "submit", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 core.step()
         core.step()  # without work
@@ -150,7 +151,7 @@ def test_trace_nests_phases_in_steps(core: EngineCore, tmp_path: Path) -> None:
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     steps = [event for event in events if event["name"] == "step"]
     assert [event["args"] for event in steps] == [{"requests": 2, "tokens": 11}, {"requests": 2, "tokens": 2}]
-    assert set(nested(events)) >= {("schedule", "step"), ("update", "step"), ("forward", "rest"), ("logits", "sample")}
+    assert set(nested(events)) >= {("schedule", "step"), ("update", "step"), ("forward", "rest"), ("logits", "rest")}
 
 
 def test_real_engine_is_split_into_all_phases(tiny_folder: Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from engine.outputs import EngineOutput, SampledStep, ScheduledStart, ScheduledStep, SchedulerOutput, TokenLogprobs
-from engine.request import EngineRequest, Request
+from engine.request import EngineRequest, GrammarSpec, Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.scheduler.scheduler import NO_WORK
 
 VOCAB = 50
 EOS = 49
@@ -79,17 +81,18 @@ class Device:
             self._write(step)
         return [self._read(step) for step in work.steps]
 
-    def fail(self, work: SchedulerOutput) -> None:
-        """Leaves garbage in all slots that the step writes to, and forgets the requests."""
-        for request_id in work.released:
-            del self.rows[request_id]
-        for start in work.starts:
-            self._start(start)
-        for step in work.steps:
-            row = self.rows[step.request_id]
-            row.block_ids += step.new_block_ids
-            for position in range(step.num_computed_tokens, step.num_computed_tokens + step.num_tokens):
-                self.slots[self._slot(row, position)] = -1
+    def fail(self, *works: SchedulerOutput) -> None:
+        """Leaves garbage in all slots that the steps write to, and forgets the requests."""
+        for work in works:
+            for request_id in work.released:
+                del self.rows[request_id]
+            for start in work.starts:
+                self._start(start)
+            for step in work.steps:
+                row = self.rows[step.request_id]
+                row.block_ids += step.new_block_ids
+                for position in range(step.num_computed_tokens, step.num_computed_tokens + step.num_tokens):
+                    self.slots[self._slot(row, position)] = -1
         self.rows.clear()
 
     def _start(self, start: ScheduledStart) -> None:
@@ -161,6 +164,7 @@ def make_request(
     output: Sequence[int] = (),
     eos: Sequence[int] = (),
     seed: int = 0,
+    grammar: GrammarSpec | None = None,
     **params: object,
 ) -> Request:
     spec = EngineRequest(
@@ -173,17 +177,55 @@ def make_request(
         priority=priority,
         arrival_time=arrival,
         deadline=deadline,
+        grammar=grammar,
     )
     return Request.of(spec, arrival)
 
 
-def run_step(scheduler: Scheduler, device: Device) -> tuple[SchedulerOutput, dict[str, EngineOutput]]:
-    work = scheduler.schedule()
-    outputs = scheduler.update(work, device.execute(work))
-    scheduler.check_integrity()
-    by_id = {output.request_id: output for output in outputs}
-    assert len(by_id) == len(outputs)
-    return work, by_id
+class Loop:
+    """The engine's loop: schedule, execute, update; with depth 1 a step is scheduled while the one before it runs.
+
+    A step is executed as late as may be, so that nothing of it may depend on what the scheduler does meanwhile.
+
+    Attributes:
+        in_flight: steps that were scheduled and not executed.
+    """
+
+    def __init__(self, scheduler: Scheduler, device: Device, depth: int = 0) -> None:
+        self.scheduler = scheduler
+        self.device = device
+        self.depth = depth
+        self.in_flight: deque[SchedulerOutput] = deque()
+
+    def step(self) -> tuple[SchedulerOutput, list[EngineOutput]]:
+        """What was scheduled, and what the oldest step in flight gave."""
+        work = self.start()
+        return work, self.finish(work)
+
+    def start(self) -> SchedulerOutput:
+        work = self.scheduler.schedule()
+        if work.steps:
+            self.in_flight.append(work)
+        return work
+
+    def finish(self, work: SchedulerOutput) -> list[EngineOutput]:
+        if not self.in_flight or (work.steps and len(self.in_flight) <= self.depth):
+            return self.scheduler.update(NO_WORK, [])
+        oldest = self.in_flight.popleft()
+        return self.scheduler.update(oldest, self.device.execute(oldest))
+
+    def fail(self, error: str) -> list[EngineOutput]:
+        """The oldest step fails, and what runs behind it is lost. Nothing where nothing is to run."""
+        if not self.in_flight and not self.start().steps:
+            return self.scheduler.update(NO_WORK, [])
+        oldest, behind = self.in_flight.popleft(), list(self.in_flight)
+        self.in_flight.clear()
+        self.device.fail(oldest, *behind)
+        return self.scheduler.fail_step(oldest, error)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.in_flight) or self.scheduler.has_unfinished()
 
 
 def shares(work: SchedulerOutput) -> dict[str, int]:

@@ -2,19 +2,21 @@
 
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler import Scheduler
-from tests.engine.scheduler.device import Clock, Device, make_request, run_step, true_output
+from tests.engine.scheduler.device import Clock, Device, Loop, make_request, true_output
 
 BLOCK = 4
 
 
 class Engine:
-    """Runs requests step by step.
+    """Runs requests step by step; with depth 1 each step is scheduled while the one before it runs.
 
     Attributes:
         tokens: what each request has given so far.
     """
 
-    def __init__(self, *, blocks: int = 64, seqs: int = 8, budget: int = 16, length: int = 128, **options) -> None:
+    def __init__(
+        self, *, blocks: int = 64, seqs: int = 8, budget: int = 16, length: int = 128, depth: int = 0, **options
+    ) -> None:
         self.clock = Clock()
         self.kv = KVCacheManager(
             blocks, block_size=BLOCK, root=bytes(32), enable_prefix_caching=options.pop("caching", True)
@@ -28,6 +30,7 @@ class Engine:
             **options,
         )
         self.device = Device(BLOCK, seqs)
+        self.loop = Loop(self.scheduler, self.device, depth)
         self.tokens: dict[str, list[int]] = {}
 
     def add(self, request_id: str, prompt, **options):
@@ -36,18 +39,28 @@ class Engine:
         return request
 
     def step(self):
-        work, outputs = run_step(self.scheduler, self.device)
-        for request_id, output in outputs.items():
-            self.tokens.setdefault(request_id, []).extend(output.new_token_ids)
-        return work, outputs
+        work, outputs = self.loop.step()
+        return work, self.take(outputs)
 
-    def finish(self) -> None:
+    def take(self, outputs):
+        """Keeps the tokens of outputs, and returns these by request."""
+        self.scheduler.check_integrity()
+        by_id = {output.request_id: output for output in outputs}
+        assert len(by_id) == len(outputs)
+        for request_id, output in by_id.items():
+            self.tokens.setdefault(request_id, []).extend(output.new_token_ids)
+        return by_id
+
+    def finish(self):
+        """Runs to the end; the last output of each request."""
+        last = {}
         for _ in range(1000):
-            if not self.scheduler.has_unfinished():
+            if not self.loop.busy:
                 break
-            self.step()
-        assert not self.scheduler.has_unfinished()
+            last |= self.step()[1]
+        assert not self.loop.busy
         assert self.kv.block_pool.num_used == 0
+        return last
 
     def blocks(self, request_id: str) -> list[int]:
         return [block.block_id for block in self.kv.req_to_blocks[request_id]]

@@ -47,6 +47,10 @@ def test_tokens_of_those_that_wait_are_counted():
     queue.remove(requests[1])
     queue.pop()
     assert queue.num_tokens == 3
+    requests[2].token_ids.append(9)
+    queue.grow(1)
+    queue.pop()
+    assert queue.num_tokens == 0
 
 
 def test_removed_requests_do_not_pile_up():

@@ -6,10 +6,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.outputs import EngineOutput
-from engine.request import FinishReason, Request
+from engine.outputs import EngineOutput, SchedulerOutput
+from engine.request import FinishReason, GrammarSpec, Request
 from engine.scheduler import Scheduler
-from tests.engine.scheduler.device import EOS, Clock, Device, make_request, true_output
+from tests.engine.scheduler.device import EOS, Clock, Device, Loop, make_request, true_output
 
 BLOCK = 4
 LENGTH = 40
@@ -18,6 +18,8 @@ ENDS_UNFINISHED = (FinishReason.ABORT, FinishReason.ERROR)
 
 
 class EngineLife(RuleBasedStateMachine):
+    depth = 0
+
     @initialize(
         blocks=st.integers(LENGTH // BLOCK, 16),
         seqs=st.integers(1, 6),
@@ -36,7 +38,7 @@ class EngineLife(RuleBasedStateMachine):
             policy=policy,
             clock=self.clock,
         )
-        self.device = Device(BLOCK, seqs)
+        self.loop = Loop(self.scheduler, Device(BLOCK, seqs), self.depth)
         self.asked: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.prompt_rows: dict[str, list[int]] = {}
@@ -52,8 +54,9 @@ class EngineLife(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0]),
         patience=st.sampled_from([None, None, None, 3]),
         resumed=st.booleans(),
+        grammar=st.sampled_from([None, None, None, GrammarSpec("regex", ".*")]),
     )
-    def add(self, family, length, copies, max_tokens, priority, prompt_logprobs, patience, resumed):
+    def add(self, family, length, copies, max_tokens, priority, prompt_logprobs, patience, resumed, grammar):
         for copy in range(copies):
             options = {
                 "priority": priority,
@@ -63,6 +66,7 @@ class EngineLife(RuleBasedStateMachine):
                 "seed": copy,
                 "max_tokens": max_tokens,
                 "prompt_logprobs": prompt_logprobs,
+                "grammar": grammar,
             }
             request_id = f"r{len(self.asked)}"
             request = make_request(request_id, FAMILIES[family][:length], **options)
@@ -81,29 +85,52 @@ class EngineLife(RuleBasedStateMachine):
             self.bookkeeping_holds()
 
     def step(self):
-        work = self.scheduler.schedule()
+        self.take(self.loop.finish(self.schedule()))
+
+    def schedule(self) -> SchedulerOutput:
+        before = [step for work in self.loop.in_flight for step in work.steps]
+        unknown = {step.request_id for step in before if step.samples}
+        work = self.loop.start()
         assert work.num_tokens <= self.scheduler._max_num_batched_tokens
-        # Whoever ran before and runs still has its part.
-        assert {step.request_id for step in work.steps} == {request.request_id for request in self.scheduler._running}
-        self.take(self.scheduler.update(work, self.device.execute(work)))
+        waits = {request.request_id for request in self.scheduler._running}
+        waits -= {step.request_id for step in work.steps}
+        # Whoever ran before and runs still has its part, or waits for a token in flight.
+        assert waits <= unknown
+        starts = {start.spec.request_id for start in work.starts}
+        for step in work.steps:
+            request = self.scheduler.requests[step.request_id]
+            if step.spec_token_ids or request.spec.grammar is not None:
+                assert step.request_id not in unknown or step.request_id in starts
+        return work
 
     def draft(self, right: int, wrong: int) -> None:
         """Gives decoding requests drafts of which the first are right."""
         for request in self.scheduler._running:
-            if request.num_tokens - request.num_computed_tokens == 1:
+            if request.num_wanted_tokens == 1 and not request.spec_token_ids:
                 oracle = make_request("x", request.token_ids, seed=request.spec.seed, max_tokens=right + 1)
                 request.spec_token_ids = [*true_output(oracle.spec, 2 * LENGTH)[:right], *[0] * wrong]
 
     @precondition(lambda self: self.scheduler.requests)
-    @rule(data=st.data(), during_a_step=st.booleans())
-    def abort(self, data, during_a_step):
-        work = self.scheduler.schedule() if during_a_step else None
-        sampled = self.device.execute(work) if work else []
+    @rule(data=st.data(), during_a_step=st.booleans(), again=st.booleans())
+    def abort(self, data, during_a_step, again):
+        work = self.schedule() if during_a_step else None
         if self.scheduler.requests:
             request_id = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
             self.ends[request_id] = self.scheduler.abort(request_id).finish_reason
-        if work:
-            self.take(self.scheduler.update(work, sampled))
+            if again:
+                self.tokens_are_right()
+                self.add_again(request_id)
+        if work is not None:
+            self.take(self.loop.finish(work))
+
+    def add_again(self, request_id: str) -> None:
+        """Another request with the id of one that has ended, of which steps may be in flight."""
+        del self.ends[request_id]
+        self.tokens.pop(request_id, None)
+        self.prompt_rows.pop(request_id, None)
+        spec = self.asked[request_id].spec
+        self.asked[request_id] = make_request(request_id, spec.prompt_token_ids, eos=[EOS], seed=9, max_tokens=9)
+        self.scheduler.add(self.asked[request_id])
 
     @rule(trouble=st.sampled_from(["wait", "wait", "reset the cache", "fail"]))
     def trouble(self, trouble):
@@ -113,9 +140,7 @@ class EngineLife(RuleBasedStateMachine):
             case "reset the cache":
                 assert self.kv.reset_prefix_cache() == (not self.kv.req_to_blocks)
             case "fail":
-                work = self.scheduler.schedule()
-                self.device.fail(work)
-                self.take(self.scheduler.fail_step(work, "broken"))
+                self.take(self.loop.fail("broken"))
 
     def take(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
@@ -167,8 +192,8 @@ class EngineLife(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         # Some request moves in every step, so this many suffice for all, or there is a livelock.
-        for _ in range(60 * (len(self.scheduler.requests) + 1)):
-            if not self.scheduler.has_unfinished():
+        for _ in range((1 + self.depth) * 60 * (len(self.scheduler.requests) + 1)):
+            if not self.loop.busy:
                 break
             self.step()
             self.bookkeeping_holds()
@@ -179,7 +204,12 @@ class EngineLife(RuleBasedStateMachine):
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
 
 
+class OverlappedLife(EngineLife):
+    depth = 1
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestEngineLife = EngineLife.TestCase
-TestEngineLife.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestEngineLife.settings = SETTINGS
+TestOverlappedLife = OverlappedLife.TestCase
+TestOverlappedLife.settings = SETTINGS

@@ -13,9 +13,11 @@ from engine.attention.torch_attention import TorchAttention
 from engine.models import load_model
 from engine.outputs import ScheduledStart, ScheduledStep, SchedulerOutput, TokenLogprobs
 from engine.request import EngineRequest
+from engine.sampling.host_sampler import HostSampler
 from engine.sampling_params import SamplingParams
+from engine.worker.model_input import HostBuffers
 from engine.worker.model_runner import ModelRunner
-from tests.engine.models.tiny import BLOCK_SIZE, SIZES, config_of, expected_logits, save_tiny
+from tests.engine.models.tiny import BLOCK_SIZE, SIZES, config_of, expected_logits, new_kv_caches, save_tiny
 
 PROMPT = tuple(range(3, 43))
 BLOCKS = (5, 2, 7)
@@ -25,15 +27,11 @@ ASKS = EngineRequest(
 
 
 def make_runner(attention: Any, device: str = "cpu") -> ModelRunner:
-    return ModelRunner(
-        attention,
-        vocab_size=SIZES["vocab_size"] or 0,
-        max_model_len=64,
-        max_num_seqs=2,
-        max_num_batched_tokens=64,
-        block_size=BLOCK_SIZE,
-        device=torch.device(device),
+    place = torch.device(device)
+    buffers = HostBuffers(
+        max_num_seqs=2, max_model_len=64, max_num_batched_tokens=64, block_size=BLOCK_SIZE, device=place
     )
+    return ModelRunner(attention, buffers, HostSampler(2, SIZES["vocab_size"] or 0), device=place)
 
 
 def chunk(first: int, last: int, *, reported: int | None = None, released: tuple[str, ...] = ()) -> SchedulerOutput:
@@ -50,13 +48,12 @@ def test_prompt_logprobs_go_on_after_a_preemption_without_gap_or_repeat(tmp_path
     with torch.inference_mode():
         model = load_model(config, load_format="auto", device="cpu", attention=attention)
     runner = make_runner(attention)
-    shape = attention.kv_cache_shape(8, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    runner.bind(model, [(torch.empty(shape), torch.empty(shape)) for _ in range(config.num_layers)])
+    runner.bind(model, new_kv_caches(attention, config, 8))
 
     parts: list[TokenLogprobs] = []
     # The second start finds 16 tokens in the prefix cache and computes 7 of its tokens once more.
     for work in (chunk(0, 23, reported=0), chunk(16, 31, reported=23, released=("a",)), chunk(31, 40)):
-        (result,) = runner.execute(work)
+        (result,) = runner.submit(work).result()
         assert result.prompt_logprobs is not None
         parts.append(result.prompt_logprobs)
     assert [len(part.ranks) for part in parts] == [23, 8, 8]
@@ -93,5 +90,5 @@ def test_the_models_inputs_lie_on_its_device(device: str) -> None:
     model = _Elsewhere()
     runner = make_runner(TorchAttention(), device)
     runner.bind(model, [])
-    runner.execute(chunk(0, 40, reported=0))
+    runner.submit(chunk(0, 40, reported=0)).result()
     assert model.seen == {device}
