@@ -119,7 +119,7 @@ def weight_bytes(config: ModelConfig, kernels: CpuKernels, quantization: str | N
     """Bytes of all weights of a step plan, in bfloat16 where they are not quantised."""
     config = replace(config, dtype="bfloat16", max_model_len=WINDOW)
     runner = Runner(config, kernels=kernels, packing=PACKINGS[quantization])  # type: ignore[index]
-    caches = {cache.data_ptr() for pair in runner._caches for cache in pair}
+    caches = {each.data_ptr() for cache in runner._caches for each in (cache.keys, cache.values)}
     weights = {each.data_ptr(): each.nbytes for each in runner.model.kept}
     return sum(size for address, size in weights.items() if address not in caches)
 
