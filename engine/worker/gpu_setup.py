@@ -101,6 +101,11 @@ class GpuSetup:
         for row in range(count):
             self._sampler.remove(row)
 
+    @torch.inference_mode()
+    def lone_decode(self) -> None:
+        """Runs the step whose attention is split most: one token that could have the longest context."""
+        self._forward(self._buffers.dummy_step(1, 1), self._new_kv_caches(THROW_AWAY_BLOCKS), None)
+
     def _estimate_graphs(self) -> int:
         if not self._sizes:
             return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from tqdm import tqdm
 
 from engine.attention.cpu_attention import CpuAttention
 from engine.attention.torch_attention import TorchAttention
@@ -24,6 +25,7 @@ from engine.worker.gpu_memory import check_room, out_of_memory_explained
 from engine.worker.model_input import HostBuffers
 from engine.worker.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner, StepInFlight
 from engine.worker.step_plan import StepPlan
+from engine.worker.warm_up import warm_up_steps
 
 if TYPE_CHECKING:
     from engine.worker.gpu_setup import GpuSetup
@@ -172,6 +174,8 @@ class Worker:
             kv_caches = self._new_kv_caches(num_blocks)
         if self._setup is not None:
             self._runner.bind(self._model, kv_caches, self._setup.capture(kv_caches))
+            if self.device.type == "cuda":
+                self._warm_up(self._setup, num_blocks)
         elif isinstance(self._attention, CpuAttention):
             self._runner.bind(self._plan(self._attention, kv_caches), kv_caches)
         else:
@@ -194,6 +198,16 @@ class Worker:
 
     def reset(self) -> None:
         self._runner.reset()
+
+    def _warm_up(self, setup: GpuSetup, num_blocks: int) -> None:
+        """Has all kernels compiled; Triton keeps them from one start to the next."""
+        block_size = self._config.block_size
+        room = min(self._model_config.max_model_len, self._config.max_num_batched_tokens, num_blocks * block_size)
+        with out_of_memory_explained("profile", self.device):
+            for work in tqdm(list(warm_up_steps(block_size, room)), desc="Compiling kernels", unit="step"):
+                self.execute(work)
+            setup.lone_decode()
+        self.reset()
 
     def _new_kv_caches(self, num_blocks: int) -> list[KVCache]:
         model = self._model_config
