@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.protocols import AttentionMetadata, HeadNorm, Heads, KVCache
-from kernels.gpu.attention import paged_attention
+from kernels.gpu.attention import Launch, paged_attention, plan_launches
 from kernels.gpu.kv_write import rotate_and_store
 
 
@@ -36,6 +36,7 @@ class TritonAttention:
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         self._step = metadata
+        self._launches: dict[tuple[Heads, int | None], list[Launch]] = {}
         self._slots = metadata.slot_mapping.int()
         contexts = metadata.context_lens
         self._table_rows = (
@@ -56,6 +57,19 @@ class TritonAttention:
         sliding_window: int | None,
     ) -> Tensor:
         step = self._step
+        shape = heads, sliding_window
+        if shape not in self._launches:
+            self._launches[shape] = plan_launches(
+                step.query_lens,
+                heads=heads.queries,
+                kv_heads=heads.keys,
+                head_dim=heads.dim,
+                dtype=qkv.dtype,
+                sliding_window=sliding_window,
+                max_context_len=step.max_context_len,
+                num_sms=self._num_sms,
+                device=qkv.device,
+            )
         query = rotate_and_store(
             qkv,
             *angles,
@@ -81,6 +95,7 @@ class TritonAttention:
             sliding_window=sliding_window,
             max_context_len=step.max_context_len,
             num_sms=self._num_sms,
+            launches=self._launches[shape],
             key_scales=kv_cache.key_scales,
             value_scales=kv_cache.value_scales,
         )

@@ -47,7 +47,9 @@ class UniProcExecutor:
         self._wait()
         if self._thread is not None:
             self._thread.shutdown()
-        self._worker = None
+        if self._worker is not None:
+            worker, self._worker = self._worker, None
+            worker.shutdown()
 
     def _wait(self) -> None:
         """For the last step: all before it are then done as well."""

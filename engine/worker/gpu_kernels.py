@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
@@ -65,6 +66,8 @@ def _unsuited(model: ModelConfig, block_size: int, device: torch.device) -> str 
         import triton
     except ImportError as error:
         return f"Triton cannot be imported: {error}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10 and _version(triton) < (3, 8):
+        return f"the products of Triton {triton.__version__} are not always right on compute capability 10; 3.8's are"
     from kernels.gpu.attention import max_group
 
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
@@ -86,6 +89,11 @@ def _unsuited(model: ModelConfig, block_size: int, device: torch.device) -> str 
             f"model has hidden_size={model.hidden_size:,} and intermediate_size={model.intermediate_size:,}"
         )
     return None
+
+
+def _version(package: Any) -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(int(part) for part in package.__version__.split(".")[:2])
 
 
 def _check_fp8(device: torch.device) -> None:

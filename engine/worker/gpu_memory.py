@@ -100,7 +100,7 @@ def check_room(device: torch.device, gpu_memory_utilization: float) -> None:
     Raises:
         InvalidParameter: other processes use what gpu_memory_utilization asks for.
     """
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
     if free + CONTEXT_BYTES < total * gpu_memory_utilization:
         rule = (
             f"asks for {_gib(int(total * gpu_memory_utilization))} of the GPU's {_gib(total)}, but only {_gib(free)} "

@@ -23,6 +23,8 @@ from engine.worker.gpu_memory import (
 )
 from engine.worker.graph_runner import CallAgain, Capture, CudaCapture, GraphRunner, capture_sizes
 from engine.worker.model_input import ModelInput
+from engine.worker.model_runner import PROMPT_LOGPROB_ROWS
+from kernels.gpu.logits import UNIT, row_units
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +60,14 @@ class GpuSetup:
         self._buffers = buffers
         self._sampler = sampler
         self._new_kv_caches = new_kv_caches
-        self._vocab_size = vocab_size
-        self._dtype = dtype
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_logprobs = max_logprobs
         self._sizes = [] if enforce_eager else capture_sizes(max_num_seqs)
         self._device = device
+        # Rows that start where the sampler wants them.
+        rows = torch.empty(max_num_seqs if self._sizes else 0, row_units(vocab_size) * UNIT, dtype=dtype, device=device)
+        self._logits = rows[:, :vocab_size]
 
     def profile(self) -> MemoryProfile:
         """Measures what the engine takes of the GPU beside KV blocks; see gpu_memory."""
@@ -98,6 +101,9 @@ class GpuSetup:
         step = self._buffers.dummy_step(self._max_num_batched_tokens, count)
         hidden = self._forward(step, self._new_kv_caches(THROW_AWAY_BLOCKS), step.kept)
         self._sampler.sample(self._model.compute_logits(hidden), np.arange(count), np.ones(count, np.int64))
+        chunk = hidden.new_zeros(PROMPT_LOGPROB_ROWS, hidden.shape[1])
+        targets = np.zeros(PROMPT_LOGPROB_ROWS, np.int64)
+        self._sampler.prompt_logprobs(self._model.compute_logits(chunk), targets, self._max_logprobs)
         for row in range(count):
             self._sampler.remove(row)
 
@@ -114,12 +120,11 @@ class GpuSetup:
 
     def _new_graphs(self, kv_caches: list[KVCache]) -> GraphRunner:
         capture: Capture = CudaCapture(self._device) if self._device.type == "cuda" else CallAgain()
-        logits = torch.empty(self._max_num_seqs, self._vocab_size, dtype=self._dtype, device=self._device)
 
         def compute_logits(step: ModelInput) -> torch.Tensor:
             return self._model.compute_logits(self._forward(step, kv_caches, None))
 
-        return GraphRunner(compute_logits, self._buffers, logits, capture)
+        return GraphRunner(compute_logits, self._buffers, self._logits, capture)
 
     def _forward(self, step: ModelInput, kv_caches: list[KVCache], kept: torch.Tensor | None) -> torch.Tensor:
         self._attention.prepare(step.attention)

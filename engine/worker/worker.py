@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -190,6 +191,8 @@ class Worker:
 
     def submit(self, work: SchedulerOutput) -> StepInFlight:
         """Begins a step. On a CPU it is done when this returns; on a GPU the next one may begin meanwhile."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # which is the calling thread's own matter
         return self._runner.submit(work)
 
     def execute(self, work: SchedulerOutput) -> list[SampledStep]:
@@ -199,11 +202,19 @@ class Worker:
     def reset(self) -> None:
         self._runner.reset()
 
+    def shutdown(self) -> None:
+        """Gives the memory back; the worker is of no use then."""
+        del self._runner, self._model, self._attention
+        self._setup = None
+        if self.device.type == "cuda":
+            gc.collect()  # graphs and what they were captured from hold each other
+            torch.cuda.empty_cache()
+
     def _warm_up(self, setup: GpuSetup, num_blocks: int) -> None:
         """Has all kernels compiled; Triton keeps them from one start to the next."""
         block_size = self._config.block_size
         room = min(self._model_config.max_model_len, self._config.max_num_batched_tokens, num_blocks * block_size)
-        with out_of_memory_explained("profile", self.device):
+        with out_of_memory_explained("kv_cache", self.device):
             for work in tqdm(list(warm_up_steps(block_size, room)), desc="Compiling kernels", unit="step"):
                 self.execute(work)
             setup.lone_decode()
@@ -247,4 +258,4 @@ def _select_device(name: str) -> torch.device:
         raise InvalidParameter.of("device", name, "there is no CUDA device; use 'cpu' or 'auto'")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)

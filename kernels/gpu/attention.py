@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +24,10 @@ from kernels.gpu.variants import FP8_CAPABILITY, Variant
 _UNLIMITED = 2**31 - 1
 _MAX_SPLITS = 128
 _BALANCED_KEYS = 8192
-_BALANCING_WAVES = 16
+_BALANCING_WAVES = 4
+_MANY_WAVES = 4
+_PARTIAL_BYTES = 128 << 20
+"""Most memory for what the splits of one launch leave to be joined."""
 _COMBINE_WARPS = 4
 _COMBINE_ENTRIES = 4096
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -91,22 +93,39 @@ def _shared_bytes(device: torch.device) -> int:
     return 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of the kernel: for the requests that have `shortest` to `longest` tokens.
+
+    Attributes:
+        tiles: of queries, each of `tile_tokens` tokens of one request. splits: programs that share a tile's keys.
+        first_tile: the number of the first one; negative where each request is a tile.
+    """
+
+    tile: Tile
+    tiles: int
+    splits: int
+    tile_tokens: int
+    first_tile: int
+    shortest: int
+    longest: int
+
+
 @lru_cache(maxsize=4096)
 def num_splits(programs: int, slots: int, max_splits: int) -> int:
     """How many programs to split the keys of a tile between, so that the device is busy.
 
     The fewest that keep at least nine tenths as many slots busy as the best number does, over all waves of programs;
-    one where the tiles alone nearly fill a wave.
+    one where the tiles alone nearly fill a wave, or fill many.
 
     Args:
         programs: without splits. slots: programs that the device runs at once. max_splits: most that are worth it.
     """
-    if programs >= 0.8 * slots:
+    if 0.8 * slots <= programs <= slots or programs >= _MANY_WAVES * slots:
         return 1
-    choices = range(1, max_splits + 1)
-    waves = [programs * splits / slots for splits in choices]
+    waves = [programs * splits / slots for splits in range(1, max_splits + 1)]
     busy = [count / math.ceil(count) for count in waves]
-    return next(splits for splits in choices if busy[splits - 1] >= 0.9 * max(busy))
+    return next(splits for splits, share in enumerate(busy, 1) if share >= 0.9 * max(busy))
 
 
 def balancing_splits(programs: int, slots: int, max_context_len: int) -> int:
@@ -114,7 +133,64 @@ def balancing_splits(programs: int, slots: int, max_context_len: int) -> int:
 
     Those of a short context end at once. That is not free either, hence a limit on their number.
     """
-    return min(triton.cdiv(max_context_len, _BALANCED_KEYS), _BALANCING_WAVES * slots // programs)
+    return min(-(-max_context_len // _BALANCED_KEYS), _BALANCING_WAVES * slots // programs)
+
+
+def plan_launches(
+    query_lens: NDArray[np.int64],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    sliding_window: int | None,
+    max_context_len: int,
+    num_sms: int,
+    device: torch.device,
+) -> list[Launch]:
+    """The launches for a batch, the same for all layers of one shape and window. Arguments as of paged_attention.
+
+    Raises:
+        ValueError: heads is not a multiple of kv_heads, or more of them than a tile has rows (16 or 32) share a KV
+            head.
+    """
+    group = heads // kv_heads
+    short, long = _short_tile(head_dim, dtype), _long_tile(head_dim, dtype)
+    if long.shared_bytes > _shared_bytes(device):
+        long = short
+    if heads % kv_heads:
+        raise ValueError(f"heads={heads}: must be a multiple of kv_heads, which is {kv_heads}")
+    if group > short.rows:
+        raise ValueError(f"heads={heads}: must be at most {short.rows} times kv_heads, which is {kv_heads}")
+    window = _UNLIMITED if sliding_window is None else sliding_window
+    row_bytes = kv_heads * group * _padded(head_dim) * 4
+
+    def splits_of(tile: Tile, programs: int, tiles: int, tile_tokens: int, *, balanced: bool) -> int:
+        keys, slots = min(max_context_len, window + tile_tokens), num_sms * tile.programs
+        most = min(
+            -(-keys // tile.split_keys), _MAX_SPLITS, max(_PARTIAL_BYTES // (tiles * tile_tokens * row_bytes), 1)
+        )
+        splits = num_splits(programs, slots, most)
+        return max(splits, min(balancing_splits(programs, slots, keys), most)) if balanced else splits
+
+    launches = []
+    short_tokens = short.rows // group
+    is_short = query_lens <= short_tokens
+    if is_short.any():
+        tiles, tokens = len(query_lens), int(query_lens[is_short].max())
+        splits = splits_of(short, tiles * kv_heads, tiles, tokens, balanced=True)
+        launches.append(Launch(short, tiles, splits, tokens, -1, 1, short_tokens))
+    if not is_short.all():
+        tokens = long.rows // group
+        # As in the kernel; tiles before the first long request and behind the last one are left out.
+        begins = np.concatenate(([0], np.cumsum(query_lens))) // tokens + np.arange(len(query_lens) + 1)
+        requests = np.flatnonzero(~is_short)
+        first = int(begins[requests[0]])
+        tiles = int(begins[requests[-1] + 1]) - first
+        programs = int(np.sum(-(-query_lens[requests] // tokens))) * kv_heads
+        splits = splits_of(long, programs, tiles, tokens, balanced=False)
+        launches.append(Launch(long, tiles, splits, tokens, first, short_tokens + 1, _UNLIMITED))
+    return launches
 
 
 def paged_attention(
@@ -133,6 +209,7 @@ def paged_attention(
     num_sms: int,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    launches: list[Launch] | None = None,
 ) -> Tensor:
     """Causal attention of a flat batch over paged keys and values; kernels.reference.paged_attention is its truth.
 
@@ -154,48 +231,68 @@ def paged_attention(
         max_context_len: no context is longer.
         num_sms: the device's multiprocessors.
         key_scales, value_scales: float32 [blocks, kv_heads, block_size], factors of the cached entries.
+        launches: plan_launches of the same arguments, where the caller has it.
 
     Returns:
         [tokens, heads, head_dim] in query's type; accumulation is float32.
 
     Raises:
-        ValueError: heads is not a multiple of kv_heads, or more of them than a tile has rows (16 or 32) share a KV
-            head; a tensor's strides are not as above, or a cache is not contiguous.
+        ValueError: as of plan_launches; a tensor's strides are not as above, or a cache is not contiguous.
     """
     (tokens, heads, head_dim), (kv_heads, block_size) = query.shape, key_cache.shape[1:3]
-    group = heads // kv_heads
-    short, long = _short_tile(head_dim, query.dtype), _long_tile(head_dim, query.dtype)
-    if long.shared_bytes > _shared_bytes(query.device):
-        long = short
-    if heads % kv_heads:
-        raise ValueError(f"heads={heads}: must be a multiple of kv_heads, which is {kv_heads}")
-    if group > short.rows:
-        raise ValueError(f"heads={heads}: must be at most {short.rows} times kv_heads, which is {kv_heads}")
     if query.stride(2) != 1 or query.stride(0) % 8 or query.stride(1) % 8:
         raise ValueError(f"query with strides {query.stride()}: must be multiples of 8, and the last one 1")
     if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
         raise ValueError(f"caches with strides {key_cache.stride()} and {value_cache.stride()}: must be contiguous")
+    if launches is None:
+        launches = plan_launches(
+            query_lens,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=query.dtype,
+            sliding_window=sliding_window,
+            max_context_len=max_context_len,
+            num_sms=num_sms,
+            device=query.device,
+        )
+    group = heads // kv_heads
     output = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
-    window = _UNLIMITED if sliding_window is None else sliding_window
-    batch = {"query_start": query_start, "context_lens": context_lens, "num_requests": len(query_lens)}
-    batch |= {"group": group, "window": window}
-    inputs: dict[str, Any] = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
-    inputs |= {"key_scales": key_scales, "value_scales": value_scales}
-    inputs |= {"block_tables": block_tables, "table_rows": table_rows, "scale": scale}
-    inputs |= {"token_stride": query.stride(0) // 8, "head_stride": query.stride(1) // 8}
-    inputs |= {"table_stride": block_tables.stride(0), "block_shift": block_size.bit_length() - 1}
-    inputs |= {"head_units": head_dim // 8}
-
-    def launch(tile: Tile, tiles: int, splits: int, tile_tokens: int, choice: dict[str, int]) -> None:
-        """Serves the requests of `choice`, whose tokens are cut into tiles of tile_tokens."""
-        rows, padded_dim = tile_tokens * group, _padded(head_dim)
-        partials = tiles * kv_heads * splits * rows if splits > 1 else 0
-        partial_output = torch.empty((partials, padded_dim), dtype=torch.float32, device=query.device)
-        partial_lse = torch.empty(partials, dtype=torch.float32, device=query.device)
-        work = batch | choice | {"splits": splits, "min_share": tile.split_keys // tile.keys, "rows": rows}
-        results = {"output": output, "partial_output": partial_output, "partial_lse": partial_lse}
-        attention_kernel[(kv_heads, tiles, splits)](
-            **results,
+    inputs: dict[str, Any] = {
+        "query": query,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "key_scales": key_scales,
+        "value_scales": value_scales,
+        "block_tables": block_tables,
+        "table_rows": table_rows,
+        "scale": scale,
+        "token_stride": query.stride(0) // 8,
+        "head_stride": query.stride(1) // 8,
+        "table_stride": block_tables.stride(0),
+        "block_shift": block_size.bit_length() - 1,
+        "head_units": head_dim // 8,
+    }
+    for launch in launches:
+        tile, rows, splits = launch.tile, launch.tile_tokens * group, launch.splits
+        partials = launch.tiles * kv_heads * splits * rows if splits > 1 else 0
+        work: dict[str, Any] = {
+            "output": output,
+            "partial_output": torch.empty((partials, _padded(head_dim)), dtype=torch.float32, device=query.device),
+            "partial_lse": torch.empty(partials, dtype=torch.float32, device=query.device),
+            "query_start": query_start,
+            "context_lens": context_lens,
+            "num_requests": len(query_lens),
+            "group": group,
+            "window": _UNLIMITED if sliding_window is None else sliding_window,
+            "splits": splits,
+            "min_share": tile.split_keys // tile.keys,
+            "rows": rows,
+            "first_tile": launch.first_tile,
+            "shortest": launch.shortest,
+            "longest": launch.longest,
+        }
+        attention_kernel[(kv_heads, launch.tiles, splits)](
             **inputs,
             **work,
             **_constants(head_dim, tile),
@@ -204,8 +301,7 @@ def paged_attention(
             enable_fp_fusion=True,
         )
         if splits > 1:
-            combine_kernel[(kv_heads, tiles, rows)](
-                **results,
+            combine_kernel[(kv_heads, launch.tiles, rows)](
                 **work,
                 head_dim=head_dim,
                 tile_keys=tile.keys,
@@ -214,29 +310,12 @@ def paged_attention(
                 num_stages=1,
                 enable_fp_fusion=True,
             )
-
-    short_tokens = short.rows // group
-    is_short = query_lens <= short_tokens
-    if is_short.any():
-        tiles, tile_tokens = len(query_lens), int(query_lens[is_short].max())
-        programs, slots = tiles * kv_heads, num_sms * short.programs
-        keys = min(max_context_len, window + tile_tokens)
-        most = min(triton.cdiv(keys, short.split_keys), _MAX_SPLITS)
-        splits = max(num_splits(programs, slots, most), min(balancing_splits(programs, slots, keys), most))
-        launch(short, tiles, splits, tile_tokens, {"tiled": 0, "shortest": 1, "longest": short_tokens})
-    if not is_short.all():
-        tile_tokens = long.rows // group
-        programs = int(np.sum(-(-query_lens[~is_short] // tile_tokens))) * kv_heads
-        keys = min(max_context_len, window + tile_tokens)
-        most = min(triton.cdiv(keys, long.split_keys), _MAX_SPLITS)
-        splits = num_splits(programs, num_sms * long.programs, most)
-        tiles = tokens // tile_tokens + len(query_lens)
-        launch(long, tiles, splits, tile_tokens, {"tiled": 1, "shortest": short_tokens + 1, "longest": _UNLIMITED})
     return output
 
 
+@lru_cache
 def _padded(head_dim: int) -> int:
-    return max(triton.next_power_of_2(head_dim), 16)
+    return max(1 << (head_dim - 1).bit_length(), 16)
 
 
 def _constants(head_dim: int, tile: Tile) -> dict[str, int]:

@@ -21,11 +21,12 @@ FP8_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
-def _queries_of(tile, query_start, context_lens, num_requests, tile_tokens, tiled, shortest, longest):
+def _queries_of(tile, query_start, context_lens, num_requests, tile_tokens, first_tile, shortest, longest):
     """What a tile of queries consists of.
 
-    Without `tiled` each request is one tile. With it a request has one for every `tile_tokens` of its tokens: tiles of
-    request r begin at query_start[r] // tile_tokens + r, which leaves room enough for all requests before.
+    Where first_tile is negative each request is one tile. Otherwise a request has one for every `tile_tokens` of its
+    tokens: tiles of request r begin at query_start[r] // tile_tokens + r, which leaves room enough for all requests
+    before, and `tile` counts from first_tile on.
 
     Returns:
         The request, the tile's first token in the batch, how many tokens it has (none or less where there is nothing to
@@ -33,7 +34,8 @@ def _queries_of(tile, query_start, context_lens, num_requests, tile_tokens, tile
     """
     request = tile
     first = 0
-    if tiled != 0:
+    if first_tile >= 0:
+        tile += first_tile
         request = 0
         end = num_requests
         while request + 1 < end:
@@ -84,6 +86,14 @@ def _load_vectors(
 
 
 @triton.jit
+def _as_operand(cached, queries):
+    """Of the queries' type. FP8 goes by way of float32: straight to bfloat16 takes slower instructions on 9.0."""
+    if cached.dtype == queries.dtype:
+        return cached
+    return cached.to(tl.float32).to(queries.dtype)
+
+
+@triton.jit
 def _attend(
     queries,
     total,
@@ -124,7 +134,7 @@ def _attend(
     keys = _load_vectors(key_cache, cache_rows, readable, head_dim, PADDED_DIM, FULL, MASKED)
     values = _load_vectors(value_cache, cache_rows, readable, head_dim, PADDED_DIM, FULL, MASKED)
     # For float32 three products of TF32 parts: nearly as exact as its own, which would not fit the registers.
-    logits = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="tf32x3")
+    logits = tl.dot(queries, tl.trans(_as_operand(keys, queries)), input_precision="tf32x3")
     if key_scales is not None:
         if MASKED:
             logits *= tl.load(key_scales + cache_rows, mask=readable, other=0.0)[None, :]
@@ -144,7 +154,7 @@ def _attend(
             weights *= (tl.load(value_scales + cache_rows, mask=readable, other=0.0) * FP8_MAX)[None, :]
         else:
             weights *= (tl.load(value_scales + cache_rows) * FP8_MAX)[None, :]
-    accumulator = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), accumulator, input_precision="tf32x3")
+    accumulator = tl.dot(weights.to(queries.dtype), _as_operand(values, queries), accumulator, input_precision="tf32x3")
     return total, new_maximum, accumulator
 
 
@@ -157,7 +167,7 @@ _SHARED_INTEGERS = (
     "splits",
     "min_share",
     "rows",
-    "tiled",
+    "first_tile",
     "shortest",
     "longest",
 )
@@ -189,7 +199,7 @@ def attention_kernel(
     splits,
     min_share,
     rows,
-    tiled,
+    first_tile,
     shortest,
     longest,
     scale,
@@ -215,7 +225,7 @@ def attention_kernel(
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     split = tl.program_id(2)
     request, first_token, tokens, first_position = _queries_of(
-        tile, query_start, context_lens, num_requests, rows // group, tiled, shortest, longest
+        tile, query_start, context_lens, num_requests, rows // group, first_tile, shortest, longest
     )
     if tokens <= 0:
         return
@@ -306,7 +316,7 @@ def combine_kernel(
     splits,
     min_share,
     rows,
-    tiled,
+    first_tile,
     shortest,
     longest,
     PADDED_DIM: tl.constexpr,
@@ -321,7 +331,7 @@ def combine_kernel(
     tile = tl.program_id(1)
     row = tl.program_id(2)
     _, first_token, tokens, first_position = _queries_of(
-        tile, query_start, context_lens, num_requests, rows // group, tiled, shortest, longest
+        tile, query_start, context_lens, num_requests, rows // group, first_tile, shortest, longest
     )
     if row >= tokens * group:
         return

@@ -320,10 +320,38 @@ def test_splits_fill_the_device() -> None:
     assert attention.num_splits(160, slots, 128) == 3  # 480 in two waves; 320 would take as many
     assert attention.num_splits(250, slots, 128) == 1
     assert attention.num_splits(2048, slots, 128) == 1
+    assert attention.num_splits(288, slots, 128) == 5  # 1440 in six waves, where 288 would take two
 
 
 def test_a_long_context_among_many_is_split() -> None:
     assert attention.balancing_splits(64, 264, 8192) == 1
     assert attention.balancing_splits(64, 264, 100_000) == 13
-    assert attention.balancing_splits(1024, 264, 100_000) == 4
+    assert attention.balancing_splits(500, 264, 100_000) == 2
     assert attention.balancing_splits(10_000, 264, 100_000) == 0
+
+
+@pytest.mark.parametrize("num_decodes", [1, 255, 1023])
+@pytest.mark.parametrize("prompt_len", [9, 20, 60, 200])
+def test_what_splits_leave_is_bounded_in_mixed_batches(num_decodes: int, prompt_len: int) -> None:
+    """One prompt among many decodes, over long contexts, has tiles of its own alone."""
+    for place in (0, num_decodes // 2, num_decodes):
+        query_lens = np.ones(num_decodes + 1, np.int64)
+        query_lens[place] = prompt_len
+        launches = attention.plan_launches(
+            query_lens,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            dtype=torch.bfloat16,
+            sliding_window=None,
+            max_context_len=131_072,
+            num_sms=132,
+            device=torch.device("cpu"),
+        )
+        for launch in launches:
+            rows = launch.tiles * launch.tile_tokens * 32
+            assert launch.splits == 1 or launch.splits * rows * 128 * 4 <= 128 << 20
+        long = launches[-1]
+        assert long.first_tile >= 0
+        assert long.splits > 1
+        assert long.tiles <= prompt_len // long.tile_tokens + 2

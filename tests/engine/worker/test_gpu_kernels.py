@@ -32,6 +32,12 @@ MODEL = ModelConfig(
 )
 
 
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What GPU there is said to be."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
 def used(
     choice: GpuKernels, device: torch.device, model: ModelConfig = MODEL, *, block_size: int = 16, fp8: bool = False
 ) -> bool:
@@ -71,6 +77,14 @@ def test_models_that_they_do_not_suit(
     with caplog.at_level(logging.WARNING):
         assert not used("auto", GPU, model, block_size=block_size)
     assert reason in caplog.text
+
+
+def test_triton_s_early_products_for_capability_10_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    assert not used("auto", GPU)
+    monkeypatch.setattr(triton, "__version__", "3.8.1")
+    assert used("auto", GPU)
 
 
 @pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
