@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from engine.config import EngineConfig, ModelConfig
 from engine.executor.uniproc import UniProcExecutor
@@ -17,13 +19,16 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.metrics import EngineMetrics
 from engine.outputs import EngineLoad, EngineOutput, SampledStep, SchedulerOutput
 from engine.protocols import Executor, StepHandle
-from engine.request import Clock, EngineRequest, Request
+from engine.request import Clock, EngineRequest, FinishReason, Request, RequestStatus
 from engine.sampling_params import InvalidParameter
 from engine.scheduler import Scheduler
 from engine.scheduler.results import last_output
 from engine.scheduler.scheduler import NO_WORK
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MAX_FAILURES_IN_A_ROW = 3
 
@@ -53,6 +58,23 @@ class _Refused:
         raise self._error
 
 
+def _noting_interrupts(method: Callable[P, R]) -> Callable[P, R]:
+    """A method of EngineCore after whose interruption (Ctrl-C) the engine starts over."""
+
+    @wraps(method)
+    def noting(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            core: Any = args[0]
+            core._interrupted = True
+            raise
+
+    return noting
+
+
 class EngineCore:
     """Scheduler, KV blocks and executor of one replica. Tokens in, tokens out.
 
@@ -75,27 +97,34 @@ class EngineCore:
         self.model_config = model_config
         self._executor = executor
         self._clock = clock
-        num_blocks = _num_kv_blocks(config, model_config, executor)
-        executor.allocate_kv_cache(num_blocks)
-        self._kv_cache = KVCacheManager(
-            num_blocks,
-            block_size=config.block_size,
-            root=root_hash(model_config, config.block_size),
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-        self._scheduler = Scheduler(
-            self._kv_cache,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=model_config.max_model_len,
-            policy=config.scheduling_policy,
-            clock=clock,
-        )
+        self._num_blocks = _num_kv_blocks(config, model_config, executor)
+        executor.allocate_kv_cache(self._num_blocks)
+        self._kv_cache, self._scheduler = self._new_bookkeeping()
         self.metrics = EngineMetrics()
         self.metrics.observe_load(self._scheduler.load())
         self._aborted: list[EngineOutput] = []
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._failures_in_a_row = 0
+        self._death: Exception | None = None
+        self._interrupted = False
+
+    def _new_bookkeeping(self) -> tuple[KVCacheManager, Scheduler]:
+        config, model_config = self.config, self.model_config
+        kv_cache = KVCacheManager(
+            self._num_blocks,
+            block_size=config.block_size,
+            root=root_hash(model_config, config.block_size),
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        scheduler = Scheduler(
+            kv_cache,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=model_config.max_model_len,
+            policy=config.scheduling_policy,
+            clock=self._clock,
+        )
+        return kv_cache, scheduler
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, clock: Clock = time.time) -> EngineCore:
@@ -103,19 +132,27 @@ class EngineCore:
         model_config = load_model_config(config)
         return cls(config, model_config, UniProcExecutor(config, model_config), clock=clock)
 
+    @_noting_interrupts
     def add_request(self, spec: EngineRequest) -> None:
         """Queues a request.
 
         Raises:
             InvalidParameter: this engine cannot run it.
             ValueError: its id is in use.
+            RuntimeError: the engine has ended.
         """
+        self._check_alive()
         self.check_request(spec)
+        if self._interrupted:
+            self._aborted += self._start_over()
         self._scheduler.add(Request.of(spec, self._clock()))
         self.metrics.observe_start(len(spec.prompt_token_ids))
 
+    @_noting_interrupts
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests and frees their blocks at once; unknown ids are ignored. The next step reports the end."""
+        if self._interrupted:
+            return  # all end with the next step
         for request_id in request_ids:
             request = self._scheduler.abort(request_id)
             if request is not None:
@@ -123,8 +160,11 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step would do or report something."""
-        return bool(self._aborted or self._in_flight) or self._scheduler.has_unfinished()
+        if self._death is not None:
+            return False
+        return bool(self._aborted or self._in_flight or self._interrupted) or self._scheduler.has_unfinished()
 
+    @_noting_interrupts
     def step(self) -> CoreStep:
         """Starts the next step and waits for the oldest in flight, which is the same one unless steps overlap.
 
@@ -132,9 +172,13 @@ class EngineCore:
         waited for at once. A step that fails costs the requests that were in it, and no others.
 
         Raises:
-            Exception: of the executor, at the third failure in a row. The engine is of no more use then.
+            Exception: of the executor, at the third failure in a row. The engine has ended then.
+            RuntimeError: it had ended before.
         """
-        outputs, self._aborted = self._aborted, []
+        self._check_alive()
+        outputs = self._start_over() if self._interrupted else []
+        outputs += self._aborted
+        self._aborted = []
         if self._in_flight or self._scheduler.has_unfinished():
             outputs += self._run()
         load = self._scheduler.load()
@@ -198,40 +242,49 @@ class EngineCore:
         return self._take_in()
 
     def _submit(self, work: SchedulerOutput) -> None:
-        if self._in_flight:
-            self.metrics.observe_overlap()
         try:
             handle = self._executor.submit(work)
+            if self._in_flight:
+                self.metrics.observe_overlap()
         except Exception as error:
             handle = _Refused(error)
-        except BaseException as error:
-            self._in_flight.append((work, _Refused(error)))
-            self._interrupt()
-            raise
         self._in_flight.append((work, handle))
 
     def _take_in(self) -> list[EngineOutput]:
         """Waits for the oldest step in flight."""
         work, handle = self._in_flight[0]
+        self.metrics.observe_executed_step()
         try:
             sampled = handle.result()
         except Exception as error:
             self._failures_in_a_row += 1
             logger.exception("step_failed requests=%d in_a_row=%d", len(work.steps), self._failures_in_a_row)
             if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-                self._in_flight.clear()
+                self._death = error
                 raise
             return self._fail_oldest(f"a step of the engine failed: {error}")
-        except BaseException:
-            self._interrupt()
-            raise
         self._in_flight.popleft()
         self._failures_in_a_row = 0
         return self._scheduler.update(work, sampled)
 
-    def _interrupt(self) -> None:
-        """After Ctrl-C nobody knows how far the steps came, so that both sides must forget their requests."""
-        self._aborted += self._fail_oldest("the step was interrupted")
+    def _start_over(self) -> list[EngineOutput]:
+        """After Ctrl-C nobody knows how far anything came: all requests end, and nothing cached is trusted.
+
+        Another one in here only makes the next call begin again.
+        """
+        self._executor.reset()
+        requests = list(self._scheduler.requests.values())
+        self._in_flight.clear()
+        self._kv_cache, self._scheduler = self._new_bookkeeping()
+        self._kv_cache.reset_prefix_cache()  # for those who follow its events
+        self._interrupted = False
+        for request in requests:
+            request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
+        return [last_output(request, "the step was interrupted") for request in requests]
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise RuntimeError(f"the engine ended: {self._death!r}") from self._death
 
     def _fail_oldest(self, error: str) -> list[EngineOutput]:
         work, _ = self._in_flight[0]

@@ -149,7 +149,9 @@ class LLM:
     def _step_until_done(self, owner: dict[str, OutputProcessor], progress: _Progress) -> None:
         while self.core.has_work():
             for output in self.core.step().outputs:
-                assembler = owner[output.request_id]
+                assembler = owner.get(output.request_id)
+                if assembler is None:
+                    continue  # of an earlier call that was interrupted
                 was_finished = assembler.finished
                 assembler.update((output,))
                 # Before the next step, so that a text that has ended costs no further token (one, where steps overlap).

@@ -74,6 +74,10 @@ class EngineMetrics:
         """Counts a request that was accepted."""
         self._prompt_tokens.inc(num_prompt_tokens)
 
+    def observe_executed_step(self) -> None:
+        """Counts a step whose results are asked for, whether or not it fails."""
+        self._steps.inc()
+
     def observe_overlap(self) -> None:
         """Counts a step that was submitted while another one was in flight."""
         self._overlapped_steps.inc()
@@ -81,8 +85,7 @@ class EngineMetrics:
     def observe_step(
         self, outputs: Iterable[EngineOutput], *, preemptions: int, prefix_queried: int, prefix_hit: int
     ) -> None:
-        """Counts a step: what it put out, and what happened in the bookkeeping since the last one."""
-        self._steps.inc()
+        """Counts what a step put out, and what happened in the bookkeeping since the last one."""
         self._preemptions.inc(preemptions)
         self._prefix_queries.inc(prefix_queried)
         self._prefix_hits.inc(prefix_hit)

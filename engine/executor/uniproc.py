@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from engine.config import EngineConfig, ModelConfig
-from engine.outputs import SchedulerOutput
+from engine.outputs import SampledStep, SchedulerOutput
 from engine.protocols import StepHandle
 from engine.worker.worker import Worker
 
@@ -24,6 +24,7 @@ class UniProcExecutor:
         self.overlaps = on_gpu if config.async_scheduling is None else config.async_scheduling
         self._thread = ThreadPoolExecutor(1, "manta-worker") if self.overlaps and not on_gpu else None
         self._last: StepHandle | None = None
+        self._failed = False
 
     def kv_blocks_that_fit(self) -> int:
         return self._running().kv_blocks_that_fit()
@@ -36,12 +37,26 @@ class UniProcExecutor:
         if self._thread is None:
             self._last = worker.submit(work)
         else:
-            self._last = self._thread.submit(worker.execute, work)
+            self._last = self._thread.submit(self._execute, worker, work)
         return self._last
+
+    def _execute(self, worker: Worker, work: SchedulerOutput) -> list[SampledStep]:
+        """On the worker's thread, where a step may already wait behind one that fails.
+
+        It must not run: of the failed one's blocks and rows nobody knows which the worker has heard of.
+        """
+        if self._failed:
+            raise RuntimeError("the step before it failed")
+        try:
+            return worker.execute(work)
+        except BaseException:
+            self._failed = True
+            raise
 
     def reset(self) -> None:
         self._wait()
         self._running().reset()
+        self._failed = False
 
     def shutdown(self) -> None:
         self._wait()

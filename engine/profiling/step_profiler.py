@@ -48,7 +48,7 @@ class StepProfiler:
     The engine knows nothing of it: methods of its parts are wrapped while it runs, and are themselves again afterwards.
     An executor that runs elsewhere, or on a thread of its own, is one span, in `rest`. On a GPU, whose work runs
     behind, what is computed counts to `rest` as well, which waits for it. Where steps overlap, a record tells of the
-    step that was submitted, and its time includes the wait for the one before.
+    step whose results were taken in, and its time is what passed since those of the one before were.
 
     Attributes:
         steps: those that computed something.
@@ -63,8 +63,8 @@ class StepProfiler:
     def __enter__(self) -> Self:
         core, watch = self._core, self._recorder.watch
         watch(core, "step", "rest", self._end_step)
-        watch(core._scheduler, "schedule", "schedule", self._note_work)
-        watch(core._scheduler, "update", "update")
+        watch(core._scheduler, "schedule", "schedule")
+        watch(core._scheduler, "update", "update", self._note_work)
         watch(core._executor, "submit", "rest")
         runner = _runner_of(core._executor)
         if runner is not None:
@@ -108,11 +108,12 @@ class StepProfiler:
             )
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
-    def _note_work(self, args: tuple[Any, ...], work: SchedulerOutput) -> None:
-        self._work = work
+    def _note_work(self, args: tuple[Any, ...], outputs: Any) -> None:
+        self._work = args[0]
 
     def _end_step(self, args: tuple[Any, ...], result: Any) -> None:
         whole, work = self._recorder.spans[-1], self._work
+        self._work = SchedulerOutput(())
         phases = dict.fromkeys(PHASES, 0.0)
         # Spans and work of a step that raised, if there was one before, are in no record.
         for span in takewhile(lambda span: span.start >= whole.start, reversed(self._recorder.spans)):

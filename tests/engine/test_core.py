@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -248,9 +249,11 @@ def test_the_third_failure_in_a_row_ends_the_engine(engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="broken"):
         engine.finish()
     assert len(engine.last) == 2
+    assert not engine.core.has_work()
     engine.core.abort(f"r{number}" for number in range(3))
-    while engine.core.has_work():
-        engine.core.step()
+    for call in (engine.core.step, lambda: engine.add("late", 9, 5)):
+        with pytest.raises(RuntimeError, match="the engine ended: RuntimeError\\('broken"):
+            call()
 
 
 def test_failures_that_are_not_in_a_row_do_not_end_the_engine(engine: Engine) -> None:
@@ -268,11 +271,62 @@ def test_an_interrupt_forgets_what_is_in_flight(engine: Engine, refused: bool) -
     engine.add("a", 1, 8, max_tokens=6)
     with pytest.raises(KeyboardInterrupt):
         engine.finish()
-    assert not engine.queue.in_flight
+    assert_starts_over(engine)
+
+
+def assert_starts_over(engine: Engine) -> None:
+    """All requests end, and what comes after them is right."""
+    assert engine.core.has_work()
     (output,) = engine.step()
     assert output.error == "the step was interrupted"
     assert not engine.core.has_work()
+    assert not engine.queue.in_flight
     again = engine.add("a", 1, 8, max_tokens=6)
     engine.tokens.clear()
     engine.finish()
     assert engine.tokens["a"] == true_output(again, LENGTH)
+
+
+def interrupt(owner: Any, method: str, patch: pytest.MonkeyPatch, *, after: int = 0) -> None:
+    """Ctrl-C when a method has done its work, after so many calls that go well."""
+    original, calls = getattr(owner, method), itertools.count()
+
+    def interrupted(*args: Any) -> Any:
+        result = original(*args)
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return result
+
+    patch.setattr(owner, method, interrupted)
+
+
+@pytest.mark.parametrize("method", ["schedule", "update"])
+def test_an_interrupt_in_the_bookkeeping_leaves_an_engine_that_works(
+    engine: Engine, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add("a", 1, 8, max_tokens=6)
+    interrupt(engine.core._scheduler, method, monkeypatch, after=2)
+    with pytest.raises(KeyboardInterrupt):
+        engine.finish()
+    assert_starts_over(engine)
+
+
+def test_an_interrupt_of_the_recovery_only_begins_it_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.queue.fails = [None, KeyboardInterrupt()]
+    engine.add("a", 1, 8, max_tokens=6)
+    with pytest.raises(KeyboardInterrupt):
+        engine.finish()
+    interrupt(engine.queue, "reset", monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert_starts_over(engine)
+
+
+def test_requests_can_be_added_right_after_an_interrupt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(engine.core._scheduler, "add", monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        engine.add("a", 1, 8, max_tokens=6)
+    spec = engine.add("b", 2, 8, max_tokens=6)
+    engine.finish()
+    assert engine.last["a"].error == "the step was interrupted"
+    assert engine.tokens["b"] == true_output(spec, LENGTH)

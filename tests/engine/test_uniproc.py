@@ -85,6 +85,20 @@ def test_a_gpu_is_fed_by_the_thread_that_submits(make: Make) -> None:
     assert worker.events == [("submit", True)]
 
 
+def test_a_step_behind_a_failed_one_does_not_run(make: Make) -> None:
+    executor, worker = make("cpu", True)
+    worker.error = RuntimeError("broken")
+    first, second = executor.submit(WORK), executor.submit(WORK)
+    worker.go.set()
+    for handle, message in ((first, "broken"), (second, "the step before it failed")):
+        with pytest.raises(RuntimeError, match=message):
+            handle.result()
+    assert [event for event, _ in worker.events] == ["done"]
+    worker.error = None
+    executor.reset()
+    assert executor.submit(WORK).result() == []
+
+
 def test_a_cpu_that_does_not_overlap_runs_a_step_at_once(make: Make) -> None:
     executor, worker = make("cpu", None)
     assert executor.submit(WORK).result() == []

@@ -112,16 +112,16 @@ def test_step_without_work_is_not_recorded(core: EngineCore) -> None:
     assert profiler.steps == []
 
 
-def test_step_that_raised_is_counted_to_no_other(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(work: SchedulerOutput) -> StepHandle:
-        raise KeyboardInterrupt
+def test_step_that_failed_is_counted_to_no_other(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(work: SchedulerOutput) -> StepHandle:
+        raise RuntimeError("broken")
 
     add(core, 5)
     with StepProfiler(core) as profiler:
         with monkeypatch.context() as patch:
-            patch.setattr(core._executor, "submit", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                core.step()
+            patch.setattr(core._executor, "submit", failing)
+            (output,) = core.step().outputs
+            assert output.error is not None
         core.step()  # without work
         assert profiler.steps == []
         add(core, 6)
