@@ -4,6 +4,7 @@ Ray ignores keys that it does not know. These models refuse them, and name the f
 """
 
 import re
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -50,7 +51,11 @@ class ModelDeployment(_Strict):
         ge=0,
         description="Logical CPUs that Ray reserves for a replica; rounded down, it bounds the engine's CPU threads.",
     )
-    num_gpus: float = Field(default=0.0, ge=0, description="GPUs that Ray reserves for a replica.")
+    num_gpus: float = Field(
+        default=0.0,
+        ge=0,
+        description="GPUs that Ray reserves for a replica; 0 keeps its engine on the CPU, even where there are GPUs.",
+    )
     resources: dict[str, float] = Field(
         default_factory=dict, description="Custom Ray resources of a replica, such as a node type."
     )
@@ -69,6 +74,11 @@ class ModelDeployment(_Strict):
     )
     replica_wait_s: float = Field(
         default=10.0, ge=0, description="Seconds that a request waits while no replica is up; then 503."
+    )
+    resume_wait_s: float = Field(
+        default=120.0,
+        ge=0,
+        description="Seconds that a request whose replica died waits for another to go on; 0 tries once at least.",
     )
     lease_s: float = Field(
         default=10.0,
@@ -92,17 +102,26 @@ class ModelDeployment(_Strict):
         return self
 
     def engine_config(self) -> EngineConfig:
-        """The engine's configuration.
+        """The engine's configuration. Without a GPU of its own it has device `cpu`.
 
         Raises:
-            InvalidParameter: an argument is unknown or out of range.
+            InvalidParameter: an argument is unknown or out of range, or asks for a GPU that is not reserved.
         """
         if "model" in self.engine:
             raise InvalidParameter("model", "model: belongs beside `engine`, not into it")
+        config = EngineConfig.from_args(self.model, self.engine)
+        if self.num_gpus == 0 and config.device == "cuda":
+            raise InvalidParameter.of("device", config.device, "needs `num_gpus: 1` beside `engine`; num_gpus is 0")
+        if config.device != "auto":
+            return config
+        # Ray hides no GPU from a replica that reserves none, and one that is reserved must not be left idle because
+        # PyTorch cannot see it.
+        device: Literal["cpu", "cuda"] = "cuda" if self.num_gpus > 0 else "cpu"
         try:
-            return EngineConfig.from_args(self.model, self.engine)
-        except TypeError as error:
-            raise InvalidParameter("engine", f"engine: {error}") from None
+            return replace(config, device=device)
+        except InvalidParameter as error:
+            rule = f"with num_gpus={self.num_gpus:g} the engine's device is {device!r}"
+            raise InvalidParameter(error.param, f"{error}; {rule}") from None
 
     @property
     def deployment_name(self) -> str:

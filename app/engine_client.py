@@ -154,6 +154,8 @@ class RayEngineClient:
                 elif not call.unfinished:
                     return
                 elif call.error is not None:
+                    if isinstance(call.error, ReplicaDied):
+                        call.error.replica_id = self._index.replica_of(call.call_id)
                     raise call.error
                 else:
                     call.news.clear()

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config import ModelDeployment, ServiceConfig
 from app.engine_client import RayEngineClient
+from app.failover import ResumingClient
 from app.logs import log_through_serve
 from app.metrics import collect_families, labelled, render
 from app.openai.application import create_app
@@ -72,7 +73,8 @@ class IngressDeployment:
         self._announcement = asyncio.get_running_loop().create_task(self._announce())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        models = {model.name: self._served(model) for model in self._config.models}
+        metrics = IngressMetrics(self._registry)
+        models = {model.name: self._served(model, metrics) for model in self._config.models}
         ingress = self._config.ingress
         limits = Limits(
             max_body_bytes=ingress.max_body_bytes,
@@ -85,7 +87,7 @@ class IngressDeployment:
         app = create_app(
             models,
             limits,
-            IngressMetrics(self._registry),
+            metrics,
             self._check_models,
             self._gather_metrics,
             shows_request_id=False,  # Serve's proxy draws the id and adds it to the answer
@@ -111,7 +113,7 @@ class IngressDeployment:
             replica_wait_s=config.replica_wait_s,
         )
 
-    def _served(self, model: ModelDeployment) -> ServedModel:
+    def _served(self, model: ModelDeployment, metrics: IngressMetrics) -> ServedModel:
         engine = model.engine_config()
         # The weights are the replicas' business.
         model_config = load_model_config(engine, weights=False)
@@ -129,7 +131,11 @@ class IngressDeployment:
             model_config=model_config,
             processor=processor,
             tokenizer=tokenizer,
-            client=self._clients[model.name],
+            client=ResumingClient(
+                self._clients[model.name],
+                resume_wait_s=model.resume_wait_s,
+                on_resume=metrics.resumed.labels(model.name).inc,
+            ),
             created=int(time.time()),
         )
 

@@ -46,7 +46,12 @@ class ReplicaDied(TransportError):
     """The replica that served the request went away (503, unless the request is resumed elsewhere).
 
     Whoever reads the iterator has every token that was delivered; nothing is lost that it could have had.
+
+    Attributes:
+        replica_id: which it was, where that is known.
     """
+
+    replica_id: str | None = None
 
 
 class EngineFailed(TransportError):

@@ -44,6 +44,7 @@ class EngineRequest:
         prompt_token_ids: one token or more.
         output_token_ids: what a resumed request had already received. Limits, penalties and usage count from the
             original prompt, and only further tokens are put out.
+        num_prompt_logprobs: rows of prompt logprobs that a resumed request had already received.
         params: with n = 1; the Processor turns n > 1 into as many requests.
         seed: of the random choices, an unsigned 64-bit number.
         eos_token_ids: tokens that end it; empty where the params ignore them.
@@ -62,6 +63,7 @@ class EngineRequest:
     client_request_id: str | None = None
     model: str = ""
     output_token_ids: tuple[int, ...] = ()
+    num_prompt_logprobs: int = 0
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
     arrival_time: float = 0.0
@@ -148,7 +150,7 @@ class Request:
             queued_at=now,
             block_hashes=list(spec.block_hashes),
             # The first output token comes after the last row, so whoever resumes with output has them all.
-            num_prompt_logprobs=len(spec.prompt_token_ids) - 1 if spec.output_token_ids else 0,
+            num_prompt_logprobs=len(spec.prompt_token_ids) - 1 if spec.output_token_ids else spec.num_prompt_logprobs,
         )
 
     @property

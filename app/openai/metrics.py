@@ -34,6 +34,12 @@ class IngressMetrics:
             buckets=TTFT_BUCKETS,
             registry=registry,
         )
+        self.resumed = Counter(
+            "manta_requests_resumed",
+            "Attempts to finish requests whose replica died on another one",
+            ["model"],
+            registry=registry,
+        )
         self.in_flight = Gauge("manta_http_requests_in_flight", "HTTP requests being answered", registry=registry)
         self.disconnects = Counter(
             "manta_http_client_disconnects", "Clients that went away before their answer ended", registry=registry

@@ -1,4 +1,4 @@
-"""An engine whose tokens are known: request's output i is its first prompt token + i. For tests of the transport."""
+"""An engine whose tokens are known: a request's output i is its first prompt token + i. For tests of the transport."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -50,7 +50,7 @@ class ScriptedCore:
         self.check_health()
         if request.prompt_token_ids == (0,):
             raise InvalidParameter("prompt", "prompt: token 0 is refused")
-        self._running[request.request_id] = (request, sink, 0)
+        self._running[request.request_id] = (request, sink, len(request.output_token_ids))
         block = request.request_id.encode()
         self._blocks.append(block)
         self._events.append(BlockStored((block,), None))

@@ -35,6 +35,26 @@ def model(**given: Any) -> dict[str, Any]:
         ({"models": [model(engine={"max_num_seqs": 0})]}, "models.0", "engine: max_num_seqs=0: must be a whole number"),
         ({"models": [model(engine={"dtype": "int8"})]}, "models.0", "must be one of auto, float32"),
         ({"models": [model(engine={"model": "x"})]}, "models.0", "belongs beside `engine`"),
+        (
+            {"models": [model(engine={"async_scheduling": "off"})]},
+            "models.0",
+            "engine: async_scheduling='off': must be",
+        ),
+        (
+            {"models": [model(engine={"gpu_memory_utilization": "0.5"})]},
+            "models.0",
+            "engine: gpu_memory_utilization='0.5': must be a number",
+        ),
+        (
+            {"models": [model(engine={"device": "cuda"})]},
+            "models.0",
+            "engine: device='cuda': needs `num_gpus: 1` beside `engine`",
+        ),
+        (
+            {"models": [model(engine={"kv_cache_dtype": "fp8"})]},
+            "models.0",
+            "rules out; with num_gpus=0 the engine's device is 'cpu'",
+        ),
         ({"models": [model(), model()]}, "models", "name 'demo' is used twice"),
         ({"models": [model(name="a/b"), model(name="a b")]}, "models", "special characters only"),
     ],
@@ -43,6 +63,24 @@ def test_an_error_names_the_field_and_what_it_may_be(given: dict[str, Any], wher
     with pytest.raises(ValidationError) as error:
         ServiceConfig.model_validate(given)
     assert [(".".join(map(str, e["loc"])), says in e["msg"]) for e in error.value.errors()] == [(where, True)], error
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "runs_on"),
+    [
+        (0, None, "cpu"),
+        (0, "auto", "cpu"),
+        (0, "cpu", "cpu"),
+        (0.5, None, "cuda"),
+        (1, "auto", "cuda"),
+        (1, "cuda", "cuda"),
+        (1, "cpu", "cpu"),
+    ],
+)
+def test_a_gpu_is_used_only_where_one_is_reserved(num_gpus: float, device: str | None, runs_on: str) -> None:
+    engine = {} if device is None else {"device": device}
+    config = ModelDeployment.model_validate(model(num_gpus=num_gpus, engine=engine))
+    assert config.engine_config().device == runs_on
 
 
 def test_every_field_is_documented() -> None:

@@ -1,6 +1,7 @@
 """The application as it is built from a configuration: two engines with a tiny model, two ingresses."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -157,9 +159,47 @@ async def test_a_client_that_leaves_frees_the_engine(http: httpx.AsyncClient) ->
     assert 0 < generated < 400
 
 
-async def test_health_names_a_model_without_replicas_until_it_is_back(http: httpx.AsyncClient) -> None:
-    import psutil
+async def test_clients_do_not_notice_that_a_replica_was_killed(http: httpx.AsyncClient) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1, "seed": 7},
+        {"temperature": 0.8, "seed": 8, "n": 2, "logprobs": 2},
+        {"temperature": 0.7, "seed": 9, "top_p": 0.9, "frequency_penalty": 0.5, "min_tokens": 30},
+    ]
+    bodies = [body | {"prompt": f"prompt {i}", "max_tokens": 350} for i in range(4) for body in bodies]
+    undisturbed = await asyncio.gather(*[complete(http, **body) for body in bodies])
+    before = await samples(http)
+    begun = asyncio.Event()
 
+    async def stream(body: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        choices: dict[int, dict[str, Any]] = {}
+        given = {"model": "tiny", "ignore_eos": True, "stream": True, **body}
+        async with http.stream("POST", "/v1/completions", json=given) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                begun.set()
+                for choice in json.loads(line[6:])["choices"]:
+                    whole = choices.setdefault(choice["index"], {"text": "", "tokens": [], "finish_reason": None})
+                    whole["text"] += choice["text"]
+                    whole["finish_reason"] = choice["finish_reason"] or whole["finish_reason"]
+                    whole["tokens"] += (choice["logprobs"] or {}).get("tokens", [])
+        return choices
+
+    running = [asyncio.create_task(stream(body)) for body in bodies]
+    await begun.wait()
+    victims = [p for p in psutil.process_iter() if "manta:model-tiny" in " ".join(_cmdline(p)) and _is_ours(p)]
+    os.kill(victims[0].pid, signal.SIGKILL)
+    for streamed, whole in zip(await asyncio.gather(*running), undisturbed, strict=True):
+        for choice in whole["choices"]:
+            tokens = (choice["logprobs"] or {}).get("tokens", [])
+            expected = {"text": choice["text"], "tokens": tokens, "finish_reason": "length"}
+            assert streamed[choice["index"]] == expected
+    resumed = sum(value for (name, _), value in (await samples(http)).items() if name == "manta_requests_resumed_total")
+    assert resumed > sum(value for (name, _), value in before.items() if name == "manta_requests_resumed_total")
+
+
+async def test_health_names_a_model_without_replicas_until_it_is_back(http: httpx.AsyncClient) -> None:
     assert (await http.get("/health")).status_code == 200
     (process,) = [p for p in psutil.process_iter() if "manta:model-other" in " ".join(_cmdline(p)) and _is_ours(p)]
     os.kill(process.pid, signal.SIGKILL)
@@ -178,8 +218,6 @@ async def test_health_names_a_model_without_replicas_until_it_is_back(http: http
 
 
 def _cmdline(process: Any) -> list[str]:
-    import psutil
-
     try:
         return process.cmdline()
     except psutil.Error:
