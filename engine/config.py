@@ -73,7 +73,7 @@ class EngineConfig:
         cpu_kernels: instruction set of the C++ kernels on a CPU; `auto` is the best that the processor has, `torch`
             does without them.
         gpu_kernels: `auto` takes the Triton kernels on a GPU, `torch` does without them; `triton` on a CPU runs them in
-            Triton's interpreter, which is for tests.
+            Triton's interpreter, which is for tests and needs TRITON_INTERPRET=1 in the environment.
         enforce_eager: do without CUDA graphs on a GPU; slower steps, but a quicker start and less memory.
         quantization: of dense weights, at load, on a CPU: `int8` is of weights alone, `int8_w8a8` of activations too.
         debug_integrity: check all bookkeeping whenever the engine is idle.
@@ -121,21 +121,34 @@ class EngineConfig:
                 ("cpu_kernels", "torch"),
                 ("gpu_kernels", "triton"),
                 ("dtype", "float16"),
+                ("kv_cache_dtype", "fp8"),
             ):
                 if getattr(self, name) == value:
                     rule = f"needs the C++ kernels of a CPU, which {name}={value!r} rules out"
                     raise InvalidParameter.of("quantization", self.quantization, rule)
+        if self.kv_cache_dtype == "fp8" and self.gpu_kernels != "triton":
+            for name, value in (("gpu_kernels", "torch"), ("device", "cpu")):
+                if getattr(self, name) == value:
+                    rule = f"needs the Triton kernels of a GPU, which {name}={value!r} rules out"
+                    raise InvalidParameter.of("kv_cache_dtype", self.kv_cache_dtype, rule)
         _choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        if self.revision is not None and not isinstance(self.revision, str):
+            raise InvalidParameter.of("revision", self.revision, "must be a branch, tag or commit, as text")
+        for name in ("enable_prefix_caching", "refuse_excess_max_tokens", "enforce_eager", "debug_integrity"):
+            _true_or_false(name, getattr(self, name))
+        if self.async_scheduling is not None:
+            _true_or_false("async_scheduling", self.async_scheduling)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "kv_cache_memory_bytes", "num_kv_blocks", "num_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         _at_least("max_logprobs", self.max_logprobs, 0)
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise InvalidParameter.of(
-                "gpu_memory_utilization", self.gpu_memory_utilization, "must be above 0 and at most 1"
-            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise InvalidParameter.of("seed", self.seed, "must be a whole number")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise InvalidParameter.of("gpu_memory_utilization", share, "must be a number above 0 and at most 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidParameter.of(
                 "max_num_batched_tokens",
@@ -229,6 +242,11 @@ class ModelConfig:
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InvalidParameter.of(name, value, f"must be one of {', '.join(allowed)}")
+
+
+def _true_or_false(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidParameter.of(name, value, "must be true or false")
 
 
 def _at_least(name: str, value: object, low: int) -> None:

@@ -1,7 +1,8 @@
 """Compiles every GPU kernel for every architecture, on a machine without a GPU: `python -m kernels.compile`.
 
 Prints what each compiled kernel takes of a multiprocessor, and fails where one does not compile, does not fit or spills
-registers. Results are kept, so that only what changed is compiled again.
+more bytes of registers than its variant declares (the column `allowed`). Results are kept, so that only what changed is
+compiled again.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ Source: CUDA C++ Programming Guide, technical specifications per compute capabil
 """
 TENSOR_COLUMNS = 512
 """Of tensor memory, which only compute capability 10.0 has."""
+
+INTERPRETED = "TRITON_INTERPRET is set, with which Triton compiles nothing: unset it"
 
 CACHE = Path.home() / ".cache" / "manta" / "kernels"
 
@@ -115,7 +118,7 @@ def compile_variants(variants: Iterable[Variant], cache: Path, jobs: int) -> lis
         RuntimeError: Triton is its interpreter (TRITON_INTERPRET), which compiles nothing.
     """
     if triton.knobs.runtime.interpret:
-        raise RuntimeError("Triton interprets its kernels here: unset TRITON_INTERPRET")
+        raise RuntimeError(INTERPRETED)
     cache.mkdir(parents=True, exist_ok=True)
     todo = [(v, c) for v in variants for c in CAPABILITIES if c >= v.min_capability]
     files = [cache / f"{_key(variant, capability)}.json" for variant, capability in todo]
@@ -241,13 +244,14 @@ def _dotted(capability: int) -> str:
 
 
 def print_table(compilations: Sequence[Compilation]) -> None:
-    """A row for each variant and architecture."""
-    rows = [("kernel", "variant", "for", "registers", "shared", "spills", "seconds")]
+    """A row for each variant and architecture; shared memory and spills, found and allowed, in bytes."""
+    rows = [("kernel", "variant", "for", "registers", "shared", "spills", "allowed", "seconds")]
     for done in compilations:
         name = done.variant.kernel.__name__, done.variant.name, _dotted(done.capability)
         use = done.usage
-        numbers = (use.registers, use.shared_bytes, use.spill_bytes, f"{use.seconds:.1f}") if use else ("-",) * 4
-        rows.append((*name, *map(str, numbers)))
+        used = (use.registers, use.shared_bytes, use.spill_bytes) if use else ("-",) * 3
+        seconds = f"{use.seconds:.1f}" if use else "-"
+        rows.append((*name, *map(str, used), str(done.variant.spill_bytes), seconds))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [text.ljust(w) if i < 2 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))]
@@ -260,6 +264,9 @@ def main(arguments: Sequence[str] | None = None, variants: Iterable[Variant] | N
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder of results (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilations at a time")
     options = parser.parse_args(arguments)
+    if triton.knobs.runtime.interpret:
+        print(f"error: {INTERPRETED}", file=sys.stderr)
+        return 2
     if variants is None:
         variants = (variant for source in VARIANTS for variant in source())
     start = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 from tests.gpu import run
 from tests.gpu.floors import decode_bytes, decode_flops, prefill_flops
 from tests.gpu.models import LLAMA_1B, LLAMA_8B, QWEN3_600M
-from tests.gpu.part import checks_of
+from tests.gpu.part import PARTS, checks_of
 from tests.gpu.report import CheckResult, Row, RowFile, attempt, line_of, table_of
 from tests.gpu.workload import Work
 
@@ -42,6 +43,17 @@ def test_says_that_there_is_no_gpu_and_ends_well(tmp_path: Path) -> None:
     assert "no CUDA device" in done.stdout
 
 
+def test_a_cpu_without_the_interpreter_is_refused_in_one_line() -> None:
+    done = script("--device", "cpu", "--tiny", TRITON_INTERPRET="0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --device cpu interprets the Triton kernels: set TRITON_INTERPRET=1\n"
+
+
+def test_help_names_the_parts() -> None:
+    done = script("--help")
+    assert all(re.search(rf"^  {part} +\w", done.stdout, re.MULTILINE) for part in PARTS), done.stdout
+
+
 def test_refuses_an_unknown_part() -> None:
     done = script("--only", "kernels,colours")
     assert done.returncode == 2
@@ -59,9 +71,12 @@ def test_tiny_mode_runs_every_check(part: str, tmp_path: Path) -> None:
     assert found["machine"]["device"] == "CPU"
     checks = found["parts"][part]
     assert [check["name"] for check in checks] == list(checks_of(part))
-    assert all(check["status"] == "passed" for check in checks)
-    # Triton's interpreter cannot multiply bfloat16.
-    assert [check["name"] for check in checks if not check["rows"]] in ([], ["attention bfloat16"])
+    left_out = [check for check in checks if check["status"] == "left out"]
+    assert all(check["status"] == "passed" for check in checks if check not in left_out)
+    assert [check["name"] for check in left_out] == (["attention bfloat16"] if part == "kernels" else [])
+    assert all("cannot multiply bfloat16" in row["note"] for check in left_out for row in check["rows"])
+    assert all(check["rows"] for check in checks)
+    assert f"all passed{', 1 left out,' if left_out else ''} in " in done.stdout
 
 
 # ---- what a run makes of processes that die ----
@@ -123,6 +138,24 @@ def test_a_wrong_row_fails_its_check(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert run_three(tmp_path)[0].status == "failed"
 
 
+@pytest.mark.parametrize(
+    ("device", "reason"), [("cuda", "compute capability 8.9"), ("cpu", "cannot multiply bfloat16")]
+)
+def test_a_check_that_compared_nothing_was_left_out(
+    device: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def act(rows: RowFile) -> int:
+        rows.begin("only")
+        rows.end("only", 1.0)
+        return 0
+
+    played(monkeypatch, act)
+    found = run.run_parts({"kernels": ["only"]}, device, True, tmp_path, workers=1)
+    assert found["kernels"]["only"].status == "left out"
+    assert reason in table_of(found)
+    assert run.passed(found)
+
+
 @pytest.mark.parametrize(("device", "groups"), [("cuda", [["a"], ["b"], ["c"]]), ("cpu", [["a", "b"], ["c"]])])
 def test_on_a_gpu_each_check_has_a_process(
     device: str, groups: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -177,6 +210,7 @@ def test_a_part_that_cannot_be_imported_fails_alone(
 
     def act(rows: RowFile) -> int:
         rows.begin("paths")
+        rows.add("paths", Row("a", True))
         rows.end("paths", 1.0)
         return 0
 

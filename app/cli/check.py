@@ -36,7 +36,8 @@ def check(file: Annotated[Path, typer.Argument(help="A service file, as `serve r
     ]
     host, port = schema.http_options.host, schema.http_options.port
     if not problems and _is_taken(host, port):
-        problems.append(f"port {port} on {host} is in use; end what uses it, or choose another under http_options")
+        end_or_choose = "end what uses it, or choose another under http_options"
+        problems.append(f"{file} itself is right, but port {port} on {host} is in use; {end_or_choose}")
     if problems:
         raise fail("\n".join(problems))
     typer.echo(f"{file} is right; its models are looked up when it is started", err=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from app.cli.engine_args import engine_args
 from app.cli.errors import fail, user_errors
 from app.cli.sampling import MODELS, Seed, Stop, Temperature, TopK, TopP
 
@@ -19,6 +20,7 @@ Row = dict[str, Any]
 
 
 def generate(
+    ctx: typer.Context,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, beside those of --file.")] = None,
     model: Annotated[str, typer.Option(help="demo, a folder, a .gguf file or a hub id.")] = "demo",
     file: Annotated[
@@ -36,9 +38,15 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output.", show_default=MODELS)] = None,
 ) -> None:
-    """Complete prompts on this machine, all of them in one batch."""
+    """Complete prompts on this machine, all of them in one batch.
+
+    Options not named here are arguments of the engine, such as --device cpu, --num-threads 4 or
+    --no-enable-prefix-caching.
+    """
     with user_errors():
-        rows = [{"prompt": prompt} for prompt in prompts or ()]
+        # The parser takes options that it does not know for prompts.
+        arguments, texts = engine_args(ctx, prompts or ())
+        rows: list[Row] = [{"prompt": text} for text in texts]
         if file is not None:
             rows += _read(file)
         if not rows:
@@ -50,7 +58,7 @@ def generate(
         SamplingParams.with_defaults({"max_tokens": max_tokens}, **sampling)  # refused before the model is loaded
         if output is not None:
             output.open("a").close()  # as is a file that cannot be written
-        with LLM(model, dtype=dtype, max_model_len=max_model_len) as llm:
+        with LLM(model, dtype=dtype, max_model_len=max_model_len, **arguments) as llm:
             defaults = {**llm.model_config.generation_defaults, "max_tokens": max_tokens}
             results = _complete(llm, rows, SamplingParams.with_defaults(defaults, **sampling))
         if output is None:

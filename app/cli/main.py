@@ -9,6 +9,7 @@ import typer
 from app.cli.bench.main import bench
 from app.cli.chat import chat
 from app.cli.check import check
+from app.cli.engine_args import TAKES_ENGINE_ARGS
 from app.cli.generate import generate
 from app.cli.models import models
 from app.version import manta_version
@@ -24,7 +25,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(models, name="models")
 app.command("chat")(chat)
 app.command("check")(check)
-app.command("generate")(generate)
+app.command("generate", context_settings=TAKES_ENGINE_ARGS)(generate)
 
 
 def _show_version(wanted: bool) -> None:

@@ -18,6 +18,9 @@ HEAD_DIM_STEP = 8
 SIZE_STEP = 8
 MAX_HIDDEN_SIZE = 16_384
 
+MIN_CAPABILITY = (8, 0)
+"""The compute capability that the kernels are written and compiled for at least."""
+
 FP8_CAPABILITY = (8, 9)
 """GPUs have conversions of FP8 (e4m3) from this compute capability on."""
 
@@ -66,6 +69,8 @@ def _unsuited(model: ModelConfig, block_size: int, device: torch.device) -> str 
         import triton
     except ImportError as error:
         return f"Triton cannot be imported: {error}"
+    if missing := _missing_capability(device, MIN_CAPABILITY):
+        return f"the Triton kernels need {missing}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10 and _version(triton) < (3, 8):
         return f"the products of Triton {triton.__version__} are not always right on compute capability 10; 3.8's are"
     from kernels.gpu.attention import max_group
@@ -97,7 +102,13 @@ def _version(package: Any) -> tuple[int, ...]:
 
 
 def _check_fp8(device: torch.device) -> None:
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
-        have, needed = (".".join(map(str, version)) for version in (capability, FP8_CAPABILITY))
-        rule = f"needs a GPU of compute capability {needed} or newer; {torch.cuda.get_device_name(device)} has {have}"
-        raise InvalidParameter.of("kv_cache_dtype", "fp8", rule)
+    if missing := _missing_capability(device, FP8_CAPABILITY):
+        raise InvalidParameter.of("kv_cache_dtype", "fp8", f"needs {missing}")
+
+
+def _missing_capability(device: torch.device, needed: tuple[int, int]) -> str | None:
+    """What is needed and what there is, where a GPU is older than that."""
+    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= needed:
+        return None
+    least, have = (".".join(map(str, version)) for version in (needed, capability))
+    return f"a GPU of compute capability {least} or newer; {torch.cuda.get_device_name(device)} has {have}"

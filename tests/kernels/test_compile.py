@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import cache_folder
-from kernels.compile import VARIANTS, compile_variants, read_ptxas_log
+from kernels.compile import VARIANTS, compile_variants, main, read_ptxas_log
 from kernels.gpu.variants import CAPABILITIES
 from tests.kernels.small_kernels import variants
 
@@ -27,9 +27,9 @@ def run(module: str, cache: Path, folder: Path = ROOT) -> subprocess.CompletedPr
 
 
 def table(stdout: str) -> dict[tuple[str, str, str], list[str]]:
-    """Registers, shared bytes and spilled bytes by kernel, variant and architecture."""
+    """Registers, shared bytes, spilled bytes and those allowed, by kernel, variant and architecture."""
     rows = [re.split(r"\s{2,}", line.strip()) for line in stdout.split("\n\n")[0].splitlines()[1:]]
-    return {(row[0], row[1], row[2]): row[3:6] for row in rows}
+    return {(row[0], row[1], row[2]): row[3:7] for row in rows}
 
 
 def compiled_now(stdout: str) -> int:
@@ -63,13 +63,15 @@ def small(cache: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_row_tells_registers_shared_memory_and_spills(small: subprocess.CompletedProcess[str]) -> None:
     rows = table(small.stdout)
-    registers, shared, spills = rows["scaled", "bf16", "8.0"]
+    registers, shared, spills, allowed = rows["scaled", "bf16", "8.0"]
     assert 0 < int(registers) < 64
-    assert (shared, spills) == ("0", "0")
-    registers, shared, spills = rows["normed", "spills", "9.0"]
+    assert (shared, spills, allowed) == ("0", "0", "0")
+    registers, shared, spills, allowed = rows["normed", "spills", "9.0"]
     assert int(registers) == 255, "all that a thread can have"
     assert int(shared) > 0, "a sum over warps goes through shared memory"
-    assert int(spills) > 0
+    assert int(spills) > int(allowed) == 0
+    spills, allowed = rows["normed", "spills as declared", "9.0"][2:]
+    assert 0 < int(spills) <= int(allowed) == 1 << 20
 
 
 def test_a_variant_is_not_compiled_below_its_capability(small: subprocess.CompletedProcess[str]) -> None:
@@ -130,9 +132,13 @@ def test_a_change_in_what_a_kernel_calls_compiles_it_again(tmp_path: Path) -> No
     assert counts == [2, 0, 1]
 
 
-def test_the_interpreter_compiles_nothing(tmp_path: Path) -> None:
+def test_the_interpreter_compiles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
         compile_variants(variants(), tmp_path, jobs=1)
+    assert main(["--cache", str(tmp_path)], variants()) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("error: TRITON_INTERPRET")
 
 
 def test_spills_of_functions_that_are_not_inlined_count() -> None:

@@ -57,7 +57,7 @@ def latency(
     p90, p99 in seconds.
     """
     with checked((json,), plot):
-        config = engine_config(model, dtype, seed, ctx.args)
+        config = engine_config(ctx, model, dtype, seed)
 
         from app.cli.bench.offline import measure
         from app.cli.bench.report import PERCENTILES, percentiles, show, show_efficiency, write_json

@@ -8,6 +8,7 @@ from app.cli.bench.latency import latency
 from app.cli.bench.startup import startup
 from app.cli.bench.step import step
 from app.cli.bench.throughput import throughput
+from app.cli.engine_args import TAKES_ENGINE_ARGS
 
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine's engine.")
 
@@ -21,6 +22,5 @@ def options() -> None:
     """
 
 
-ENGINE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 for command in (throughput, latency, startup, step):
-    bench.command(command.__name__, context_settings=ENGINE_ARGUMENTS)(command)
+    bench.command(command.__name__, context_settings=TAKES_ENGINE_ARGS)(command)

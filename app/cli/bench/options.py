@@ -1,16 +1,16 @@
-"""The options that the benchmarks share, and the engine's arguments among the others."""
+"""The options that the benchmarks share."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
+from app.cli.engine_args import engine_args
 from app.cli.errors import user_errors
 from engine.config import EngineConfig
 from engine.sampling_params import InvalidParameter
@@ -40,43 +40,16 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write the figures her
 Plot = Annotated[Path | None, typer.Option(help="Draw them here (.png, .svg, .pdf); needs matplotlib.")]
 
 
-def engine_args(rest: list[str]) -> dict[str, Any]:
-    """Arguments of the engine, from what a command line has beside the command's own options.
-
-    Args:
-        rest: `--max-num-seqs 64`, `--max-num-seqs=64`, `--debug-integrity`, `--no-enable-prefix-caching`.
-
-    Raises:
-        InvalidParameter: one is unknown, lacks its value or has one of another type.
-    """
-    types_of = get_type_hints(EngineConfig)
-    args: dict[str, Any] = {}
-    words = iter(rest)
-    for word in words:
-        if not word.startswith("--"):
-            raise InvalidParameter("options", f"{word!r} is not an option")
-        name, given, text = word[2:].partition("=")
-        name = name.replace("-", "_")
-        positive = name.removeprefix("no_")
-        if types_of.get(positive) in (bool, bool | None) and not given:
-            args[positive] = positive == name
-        elif name not in types_of:
-            EngineConfig.from_args("demo", {name: None})  # refuses it, and names those it knows
-        else:
-            args[name] = _value(name, text if given else next(words, None), types_of[name])
-    return args
-
-
-def engine_config(model: str, dtype: str, seed: int, rest: list[str], **defaults: Any) -> EngineConfig:
-    """The config of a benchmark's engine.
-
-    Args:
-        defaults: what the benchmark itself wants, unless the command line says otherwise.
+def engine_config(ctx: typer.Context, model: str, dtype: str, seed: int) -> EngineConfig:
+    """The config of a benchmark's engine, with the arguments that the command line has for it.
 
     Raises:
         InvalidParameter: see `engine_args` and EngineConfig.
     """
-    return EngineConfig.from_args(model, {**defaults, "dtype": dtype, "seed": seed, **engine_args(rest)})
+    args, others = engine_args(ctx, ctx.args)
+    if others:
+        raise InvalidParameter("options", f"{others[0]!r} is not an option")
+    return EngineConfig.from_args(model, {"dtype": dtype, "seed": seed, **args})
 
 
 def as_args(config: EngineConfig) -> dict[str, Any]:
@@ -114,20 +87,3 @@ def positive_numbers(name: str, text: str) -> list[int]:
     if len(numbers) != text.count(",") + 1 or min(numbers) < 1:
         raise InvalidParameter.of(name, text, "must be whole numbers, 1 or more, with commas between them")
     return numbers
-
-
-def _value(name: str, text: str | None, kind: Any) -> Any:
-    if text is None:
-        raise InvalidParameter(name, f"{name}: its value is missing")
-    options = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    for option in options:
-        if option in (int, float):
-            try:
-                return option(text)
-            except ValueError:
-                raise InvalidParameter.of(name, text, "must be a number") from None
-        if option is bool:
-            raise InvalidParameter(name, f"{name}: takes no value; write --{name} or --no-{name}".replace("_", "-"))
-        if option is str or get_origin(option) is Literal:
-            return text
-    raise AssertionError(f"an engine argument of type {kind}")

@@ -14,11 +14,16 @@ import typer
 from app.cli.bench.options import DType, Json, Model, Plot, Seed, Warmup, as_args, checked, engine_config
 from app.cli.errors import fail
 from engine.config import EngineConfig
+from engine.sampling_params import InvalidParameter
 
 CHILD = """
 import json, sys
-from engine import measure_startup
-print(json.dumps(measure_startup(sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3]))))
+from engine import InvalidParameter, measure_startup
+try:
+    found = measure_startup(sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3]))
+except InvalidParameter as error:
+    found = {"refused": error.param, "message": str(error)}
+print(json.dumps(found))
 """
 
 
@@ -42,7 +47,7 @@ def startup(
     and total.
     """
     with checked((json,), plot):
-        config = engine_config(model, dtype, seed, ctx.args)
+        config = engine_config(ctx, model, dtype, seed)
 
         from app.cli.bench.report import show, show_efficiency, write_json
         from app.cli.bench.roofline import measure_machine
@@ -66,9 +71,17 @@ def startup(
 
 
 def _start(config: EngineConfig) -> dict[str, float]:
+    """Seconds of each phase of one start.
+
+    Raises:
+        InvalidParameter: as the engine does there.
+    """
     command = [sys.executable, "-c", CHILD, config.model, json_format.dumps(as_args(config)), str(time.time())]
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if child.returncode != 0:
         raise fail("the engine did not start; its messages are above", 1)
-    phases: dict[str, float] = json_format.loads(child.stdout)
+    found = json_format.loads(child.stdout)
+    if "refused" in found:
+        raise InvalidParameter(found["refused"], found["message"])
+    phases: dict[str, float] = found
     return {**phases, "total": sum(phases.values())}

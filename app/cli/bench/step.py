@@ -44,7 +44,7 @@ def step(
         contexts = positive_numbers("context", context)
         queues = positive_numbers("waiting", waiting)
         pools = positive_numbers("blocks", blocks)
-        config = engine_config(model, dtype, seed, ctx.args)
+        config = engine_config(ctx, model, dtype, seed)
 
         from app.cli.bench.report import show_efficiency, write_json
         from app.cli.bench.roofline import measure_machine

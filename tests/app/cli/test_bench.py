@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from app.cli.bench import report, roofline, startup
-from app.cli.bench.options import engine_args, positive_numbers
+from app.cli.bench.options import positive_numbers
 from app.cli.bench.steps import reached_at_median
 from app.cli.bench.workload import file_items, fitted, random_items, trace_items
 from app.cli.main import app
@@ -117,40 +118,6 @@ def test_trace_of_another_format_is_refused(tmp_path: Path, name: str, text: str
 # ---- options ----
 
 
-def test_engine_arguments_have_the_types_of_the_config() -> None:
-    rest = [
-        "--max-num-seqs",
-        "64",
-        "--gpu-memory-utilization=0.5",
-        "--no-enable-prefix-caching",
-        "--cpu-kernels",
-        "torch",
-    ]
-    assert engine_args([*rest, "--debug-integrity", "--num-threads", "1"]) == {
-        "max_num_seqs": 64,
-        "gpu_memory_utilization": 0.5,
-        "enable_prefix_caching": False,
-        "cpu_kernels": "torch",
-        "debug_integrity": True,
-        "num_threads": 1,
-    }
-
-
-@pytest.mark.parametrize(
-    ("rest", "message"),
-    [
-        (["--max-num-seq", "3"], "did you mean 'max_num_seqs'"),
-        (["--max-num-seqs"], "its value is missing"),
-        (["--max-num-seqs", "many"], "must be a number"),
-        (["--enable-prefix-caching=no"], "write --enable-prefix-caching or --no-enable-prefix-caching"),
-        (["64"], "not an option"),
-    ],
-)
-def test_wrong_engine_argument_is_named(rest: list[str], message: str) -> None:
-    with pytest.raises(InvalidParameter, match=message):
-        engine_args(rest)
-
-
 @pytest.mark.parametrize("text", ["", "1,", "0", "a", "1,-2"])
 def test_numbers_with_commas(text: str) -> None:
     assert positive_numbers("running", "1, 32") == [1, 32]
@@ -166,6 +133,7 @@ def test_numbers_with_commas(text: str) -> None:
         ["throughput", "--json", "/no/such/folder.json"],
         ["throughput", "--num-prompts", "0"],
         ["latency", "--dtype", "int3"],
+        ["throughput", "more"],
         ["startup", "--model", "/nope"],
         ["step", "--running", "none"],
         ["throughput", "--plot", "figure.txt"],
@@ -206,7 +174,6 @@ def record(*, tokens: int, sampled: int, keys: int, pairs: int) -> StepRecord:
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_arithmetic_of_a_step_is_that_of_the_model(tmp_path: Path, architecture: str) -> None:
-    import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     theirs = save_tiny(tmp_path, architecture)
@@ -220,7 +187,6 @@ def test_arithmetic_of_a_step_is_that_of_the_model(tmp_path: Path, architecture:
 
 
 def test_last_layer_multiplies_sampled_tokens_alone_behind_its_attention(tmp_path: Path) -> None:
-    import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     theirs = save_tiny(tmp_path, "LlamaForCausalLM")
@@ -404,6 +370,16 @@ def test_start_takes_what_the_new_process_says(monkeypatch: pytest.MonkeyPatch) 
     """And not what passes until that has ended, which includes the engine's shutdown."""
     monkeypatch.setattr(startup, "CHILD", 'print(\'{"interpreter": 0.25, "rest": 0.5}\')')
     assert startup._start(EngineConfig(model="none")) == {"interpreter": 0.25, "rest": 0.5, "total": 0.75}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_a_new_process_refuses_is_told_in_one_line(
+    tiny_folder: Path, small: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = bench(tiny_folder, "startup", "--device", "cuda", "--warmup", "0")
+    assert done.exit_code == 2
+    assert done.stderr == "error: device='cuda': there is no CUDA device; use 'cpu' or 'auto'\n"
+    assert "Traceback" not in capfd.readouterr().err  # of the process itself
 
 
 @pytest.mark.parametrize("command", ["throughput", "latency", "step"])

@@ -50,6 +50,24 @@ def test_a_typo_is_named_with_what_was_meant(tmp_path: Path, port: int) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize(
+    ("engine", "problem"),
+    [
+        ({"device": "cuda"}, "models.0: engine: device='cuda': needs `num_gpus: 1` beside `engine`; num_gpus is 0"),
+        ({"enforce_eager": "no"}, "models.0: engine: enforce_eager='no': must be true or false"),
+        (
+            {"kv_cache_memory_bytes": "1GiB"},
+            "models.0: engine: kv_cache_memory_bytes='1GiB': must be a whole number, 1 or more",
+        ),
+    ],
+)
+def test_a_wrong_engine_argument_is_named(tmp_path: Path, port: int, engine: dict[str, Any], problem: str) -> None:
+    content = demo(port)
+    content["applications"][0]["args"]["models"][0]["engine"] = engine
+    code, output = check(tmp_path, content)
+    assert (code, output) == (2, f"error: {tmp_path / 'service.yaml'}: manta: args: {problem}\n")
+
+
 def test_a_taken_port_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -57,7 +75,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         number = taken.getsockname()[1]
         code, output = check(tmp_path, demo(number))
     assert code == 2
-    assert f"port {number} on 127.0.0.1 is in use" in output
+    assert f"service.yaml itself is right, but port {number} on 127.0.0.1 is in use" in output
 
 
 @pytest.mark.parametrize("content", ["a: [", "just text", {"applications": [{"name": "x"}]}])

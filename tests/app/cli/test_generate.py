@@ -22,7 +22,8 @@ def test_rows_come_back_in_order_with_completions(tiny_folder: Path, demo_folder
         {"prompt": [10, 11]},
     ]
     source.write_text("\n".join(map(json.dumps, rows)))
-    args = ["generate", "zero", "--model", str(demo_folder), "--file", str(source), "--output", str(sink)]
+    args = ["generate", "--num-threads=1", "zero", "--model", str(demo_folder), "--file", str(source)]
+    args += ["--output", str(sink), "--max-num-seqs", "2", "--no-enable-prefix-caching"]
     done = CliRunner().invoke(app, [*args, "--max-tokens", "3", "--n", "2", "--seed", "1"])
     assert done.exit_code == 0, done.output
     written = [json.loads(line) for line in sink.read_text().splitlines()]

@@ -87,6 +87,21 @@ def test_triton_s_early_products_for_capability_10_are_not_used(monkeypatch: pyt
     assert used("auto", GPU)
 
 
+def test_gpus_before_compute_capability_8_do_without_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    reason = "the Triton kernels need a GPU of compute capability 8.0 or newer; T4 has 7.5"
+    with pytest.raises(InvalidParameter, match=f"gpu_kernels='triton': {reason}"):
+        used("triton", GPU)
+    with caplog.at_level(logging.WARNING):
+        assert not used("auto", GPU)
+    assert reason in caplog.text
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert used("triton", GPU)
+
+
 @pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
 def test_fp8_needs_compute_capability_8_9(
     capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
@@ -104,12 +119,13 @@ def test_fp8_needs_compute_capability_8_9(
         used("auto", GPU, fp8=True)
 
 
-def test_fp8_is_refused_where_other_kernels_run(tiny_folder: Path) -> None:
+def test_fp8_is_refused_where_other_kernels_run(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidParameter, match="kv_cache_dtype='fp8': needs the Triton kernels of a GPU"):
         used("torch", GPU, fp8=True)
     with pytest.raises(InvalidParameter, match=r"kv_cache_dtype='fp8': needs .* but .*not of 10"):
         used("auto", GPU, replace(MODEL, head_dim=10), fp8=True)
-    config = EngineConfig(model=str(tiny_folder), load_format="dummy", kv_cache_dtype="fp8", device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = EngineConfig(model=str(tiny_folder), load_format="dummy", kv_cache_dtype="fp8")
     with pytest.raises(InvalidParameter, match="kv_cache_dtype"):
         Worker(config, replace(MODEL, kv_cache_dtype="fp8"))
 
