@@ -17,6 +17,9 @@ from engine.sampling_params import InvalidParameter
 CONTROL_CALLS = 64
 """Room in Ray's limit on a replica's calls for its streams (one an ingress) and for short messages."""
 
+KEY_NAME = "[A-Za-z0-9_.-]{1,64}"
+"""The pattern of an API key's name, which goes into errors and logs."""
+
 
 class _Strict(BaseModel):
     """Refuses unknown keys, saying which known one may have been meant."""
@@ -36,6 +39,25 @@ class _Strict(BaseModel):
         return given
 
 
+class Autoscaling(_Strict):
+    """How many replicas there are, by the requests that they have (Ray Serve's own policy)."""
+
+    min_replicas: int = Field(default=1, ge=1, description="Replicas that are always there.")
+    max_replicas: int = Field(ge=1, description="Most replicas.")
+    target_ongoing_requests: float = Field(
+        gt=0, description="Requests, running and waiting, that a replica is to have; more call for another one."
+    )
+    upscale_delay_s: float = Field(default=30.0, ge=0, description="Seconds of too many requests before one is added.")
+    downscale_delay_s: float = Field(default=600.0, ge=0, description="Seconds of too few before one is taken away.")
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "Autoscaling":
+        if self.max_replicas < self.min_replicas:
+            text = f"max_replicas={self.max_replicas}: must be at least min_replicas, which is {self.min_replicas}"
+            raise PydanticCustomError("replicas", "{message}", {"message": text})
+        return self
+
+
 class ModelDeployment(_Strict):
     """One model and the replicas that serve it."""
 
@@ -46,6 +68,9 @@ class ModelDeployment(_Strict):
         description="Arguments of the engine, all but `model`: max_model_len, max_num_seqs, num_threads, …",
     )
     num_replicas: int = Field(default=1, ge=1, description="Engines that serve it, one a process.")
+    autoscaling: Autoscaling | None = Field(
+        default=None, description="Let the number of replicas follow the load, in place of num_replicas."
+    )
     num_cpus: float = Field(
         default=1.0,
         ge=0,
@@ -55,6 +80,11 @@ class ModelDeployment(_Strict):
         default=0.0,
         ge=0,
         description="GPUs that Ray reserves for a replica; 0 keeps its engine on the CPU, even where there are GPUs.",
+    )
+    gpu_memory_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="Least memory of the GPUs it runs on; a cluster that has no such GPU is told so at once.",
     )
     resources: dict[str, float] = Field(
         default_factory=dict, description="Custom Ray resources of a replica, such as a node type."
@@ -85,6 +115,14 @@ class ModelDeployment(_Strict):
         gt=0,
         description="Seconds after which a replica aborts the requests of an ingress that does not answer.",
     )
+    stall_timeout_s: float | None = Field(
+        default=120.0,
+        gt=0,
+        description=(
+            "Seconds in which a replica that has work must end a step; one that does not ends itself and is replaced. "
+            "null is never."
+        ),
+    )
     health_check_period_s: float = Field(
         default=5.0, gt=0, description="Seconds between health checks; the third failure replaces the replica."
     )
@@ -92,6 +130,18 @@ class ModelDeployment(_Strict):
     graceful_shutdown_timeout_s: float = Field(
         default=120.0, ge=0, description="Seconds that a stopping replica has to finish its requests."
     )
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> "ModelDeployment":
+        if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
+            text = "num_replicas: autoscaling decides it; leave one of them out"
+            raise PydanticCustomError("replicas", "{message}", {"message": text})
+        return self
+
+    @property
+    def least_replicas(self) -> int:
+        """Replicas that are always there."""
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.min_replicas
 
     @model_validator(mode="after")
     def _check_engine(self) -> "ModelDeployment":
@@ -176,14 +226,69 @@ class Ingress(_Strict):
     access_log: bool = Field(default=True, description="Log one line a request.")
 
 
+class ApiKey(_Strict):
+    """One client's key, and what it may ask for. Limits that are null do not hold."""
+
+    name: str = Field(pattern=f"^{KEY_NAME}$", description="Whose it is; errors name it.")
+    hash: str = Field(
+        pattern="^sha256:[0-9a-f]{64}$", repr=False, description="Of the key, as `manta keys new` prints it."
+    )
+    requests_per_minute: float | None = Field(
+        default=None, gt=0, description="Requests of any kind, but for /health, /ready, /version and /metrics."
+    )
+    tokens_per_minute: float | None = Field(default=None, gt=0, description="Tokens of prompts and of output together.")
+    concurrent_requests: int | None = Field(default=None, ge=1, description="Requests that may run at a time.")
+    priority: int = Field(
+        default=0,
+        description=(
+            "Of its requests, where an engine's scheduling_policy is `priority`; a lower number runs first. A "
+            "request may ask for a higher one."
+        ),
+    )
+
+
+class Access(_Strict):
+    """Who may use the service: exactly one of the three must be said."""
+
+    open: bool = Field(default=False, description="Everyone who reaches its port, without a key.")
+    keys_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Holders of the keys in this YAML file, a list of ApiKey; each ingress reads it when it starts.",
+    )
+    keys_env: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The same, the list being in this environment variable of the ingresses.",
+    )
+
+    @model_validator(mode="after")
+    def _one_of_three(self) -> "Access":
+        if self.open + (self.keys_file is not None) + (self.keys_env is not None) != 1:
+            text = "say who may use the service: either `keys_file`, or `keys_env`, or `open: true` for everyone"
+            raise PydanticCustomError("access", "{message}", {"message": text})
+        return self
+
+
 class ServiceConfig(_Strict):
     """Everything that `app.main:build` takes."""
 
     models: list[ModelDeployment] = Field(min_length=1, description="What is served, the default model first.")
+    access: Access = Field(description="Who may use it; nobody is let in unsaid.")
     ingress: Ingress = Field(default_factory=Ingress, description="The HTTP side.")
+    cluster_autoscales: bool = Field(
+        default=False,
+        description="Whether nodes are added when Ray asks for them; if not, a service that does not fit is refused.",
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         default="INFO", description="Of all processes of the service."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _access_has_no_default(cls, given: Any) -> Any:
+        """An absent `access` is refused in the words in which an empty one is."""
+        return {"access": {}, **given} if isinstance(given, dict) else given
 
     @field_validator("models")
     @classmethod

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,12 +16,14 @@ from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.api_keys import load_keys
 from app.config import ModelDeployment, ServiceConfig
 from app.engine_client import RayEngineClient
 from app.failover import ResumingClient
 from app.logs import log_through_serve
 from app.metrics import collect_families, labelled, render
 from app.openai.application import create_app
+from app.openai.auth import KeyRing
 from app.openai.metrics import IngressMetrics
 from app.openai.served_model import Limits, ServedModel
 from app.transport import NoReplica
@@ -65,6 +68,9 @@ class IngressDeployment:
     def __init__(self, config: ServiceConfig, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
         log_through_serve()
         self._config = config
+        keys = load_keys(config.access, os.environ)
+        self._keys = None if keys is None else KeyRing(keys, time.time, shares=config.ingress.num_replicas)
+        self._closing = False
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
         self._own_deployment = (context.deployment, context.app_name)
@@ -90,6 +96,8 @@ class IngressDeployment:
             metrics,
             self._check_models,
             self._gather_metrics,
+            ready=self._check_ready,
+            keys=self._keys,
             shows_request_id=False,  # Serve's proxy draws the id and adds it to the answer
         )
         app.add_middleware(RayReceive)
@@ -100,6 +108,7 @@ class IngressDeployment:
         return self._replica_id, collect_families(self._registry)
 
     async def __del__(self) -> None:
+        self._closing = True
         if announcement := getattr(self, "_announcement", None):
             announcement.cancel()
         for client in getattr(self, "_clients", {}).values():
@@ -142,6 +151,11 @@ class IngressDeployment:
     async def _check_models(self) -> None:
         if down := self._models_down():
             raise NoReplica(f"no replica is up of: {', '.join(down)}")
+
+    async def _check_ready(self) -> None:
+        if self._closing:
+            raise NoReplica("the service is shutting down")
+        await self._check_models()
 
     def _models_down(self) -> list[str]:
         return [name for name, client in self._clients.items() if not client.replicas.members]

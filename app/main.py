@@ -3,19 +3,27 @@
 # No `from __future__ import annotations` here: Ray validates the arguments only by a real class.
 from typing import Any
 
+import ray
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from app.config import CONTROL_CALLS, ModelDeployment, ServiceConfig
 from app.ingress import IngressDeployment
 from app.replica import LLMReplica
+from app.requirements import check_cluster
 
 INGRESS_NAME = "ingress"
 
 
 def build(config: ServiceConfig) -> serve.Application:
-    """The application of a configuration: `import_path: app.main:build`, the configuration under `args`."""
+    """The application of a configuration: `import_path: app.main:build`, the configuration under `args`.
+
+    Raises:
+        MissingResources: the cluster it is built on cannot run it, and does not grow.
+    """
+    if ray.is_initialized() and not config.cluster_autoscales:
+        check_cluster(config.models, ray.nodes())
     models = {model.name: _replicas(model, config.log_level) for model in config.models}
     ingress = config.ingress
     deployment = serve.deployment(
@@ -32,13 +40,19 @@ def build(config: ServiceConfig) -> serve.Application:
     return deployment(IngressDeployment).bind(config, models)
 
 
+def _number_of_replicas(model: ModelDeployment) -> dict[str, Any]:
+    if model.autoscaling is None:
+        return {"num_replicas": model.num_replicas}
+    return {"autoscaling_config": AutoscalingConfig(**model.autoscaling.model_dump())}
+
+
 def _replicas(model: ModelDeployment, log_level: str) -> serve.Application:
     actor_options: dict[str, Any] = {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus}
     if model.resources:
         actor_options["resources"] = model.resources
     deployment = serve.deployment(
         name=model.deployment_name,
-        num_replicas=model.num_replicas,
+        **_number_of_replicas(model),
         max_ongoing_requests=model.ongoing_limit,
         ray_actor_options=actor_options,
         health_check_period_s=model.health_check_period_s,
@@ -53,4 +67,6 @@ def _replicas(model: ModelDeployment, log_level: str) -> serve.Application:
             request_router_kwargs={"max_queued_requests": model.max_queued_requests},
         ),
     )
-    return deployment(LLMReplica).bind(model.engine_config(), model.max_queued_requests, model.lease_s)
+    return deployment(LLMReplica).bind(
+        model.engine_config(), model.max_queued_requests, model.lease_s, model.stall_timeout_s
+    )

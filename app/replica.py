@@ -1,8 +1,12 @@
 """The deployment that holds an engine, and what it owes to each ingress."""
 
 import asyncio
+import faulthandler
 import logging
+import os
+import sys
 import time
+import traceback
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +38,12 @@ QUIET_PERIOD_S = 0.1
 
 LEASE_CHECKS = 10
 """How often in the length of a lease an ingress is asked whether it lives, at least once a second."""
+
+WATCH_PERIOD_S = 1.0
+"""The longest time between two looks at the engine; short stall timeouts are looked at ten times."""
+
+STDERR = 2
+"""The file descriptor: Serve may put an object that has none in sys.stderr's place."""
 
 
 class PromptCall:
@@ -129,28 +139,32 @@ class LLMReplica:
         config: the engine's.
         max_queued_requests: from so many waiting requests on it refuses more.
         lease_s: how long an ingress that does not answer keeps its requests; one that died loses them at once.
+        stall_timeout_s: how long the engine may have work without ending a step; None is for ever.
     """
 
-    def __init__(self, config: EngineConfig, max_queued_requests: int, lease_s: float) -> None:
+    def __init__(
+        self, config: EngineConfig, max_queued_requests: int, lease_s: float, stall_timeout_s: float | None = None
+    ) -> None:
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._max_queued_requests = max_queued_requests
         self._lease_s = lease_s
         log_through_serve()
         started = time.monotonic()
         # Blocks the loop, on which nothing else runs until this constructor has returned.
-        self._core = self._load_engine(config)
+        self._core = self._load_engine(config, stall_timeout_s)
         logger.info("engine_started model=%s seconds=%.1f", config.model, time.monotonic() - started)
         self._core.add_step_listener(self._after_step)
         self._sessions: dict[str, IngressSession] = {}
         self._session_opened = asyncio.Condition()
         self._kv_seq = 0
         self._num_unfinished = 0
+        self._engine_watch = asyncio.get_running_loop().create_task(self._watch_engine(stall_timeout_s))
 
-    def _load_engine(self, config: EngineConfig) -> "AsyncEngineCore":
+    def _load_engine(self, config: EngineConfig, stall_timeout_s: float | None) -> "AsyncEngineCore":
         # Imported only here: whoever builds the application or holds a handle must not load the engine.
         from engine import AsyncEngineCore
 
-        return AsyncEngineCore.from_config(config)
+        return AsyncEngineCore.from_config(config, stall_timeout_s=stall_timeout_s)
 
     # ---- called by ingresses ----
 
@@ -229,18 +243,53 @@ class LLMReplica:
     # ---- called by Serve ----
 
     def check_health(self) -> None:
-        """Raises where the engine can do nothing more; Serve then replaces the replica."""
+        """Raises where the engine does nothing more."""
         self._core.check_health()
 
     async def __del__(self) -> None:
+        if watch := getattr(self, "_engine_watch", None):
+            watch.cancel()
+            faulthandler.cancel_dump_traceback_later()
         core = getattr(self, "_core", None)
         if core is not None:
             await core.shutdown()
 
+    # ---- the engine's end ----
+
+    async def _watch_engine(self, stall_timeout_s: float | None) -> None:
+        """Ends this process once the engine does nothing more.
+
+        Serve would come to the same end by three failed health checks, but then waits for the calls that are open, and
+        those of an engine that hangs never end. A process that is gone is replaced at once, and ingresses hear of it at
+        once: what ran here goes on elsewhere.
+
+        Where this loop itself comes no further, say for a step that hangs with the interpreter's lock, faulthandler's
+        own thread ends the process and leaves the stacks on stderr: it needs no Python.
+        """
+        period_s = WATCH_PERIOD_S if stall_timeout_s is None else min(WATCH_PERIOD_S, stall_timeout_s / 10)
+        while True:
+            if stall_timeout_s is not None:
+                faulthandler.dump_traceback_later(stall_timeout_s, exit=True, file=STDERR)
+            await asyncio.sleep(period_s)
+            try:
+                self._core.check_health()
+            except Exception as error:
+                stacks = "".join(
+                    f"thread {thread}:\n" + "".join(traceback.format_stack(frame))
+                    for thread, frame in sys._current_frames().items()
+                )
+                logger.error("replica_gives_up reason=%s unfinished=%d\n%s", error, self._num_unfinished, stacks)
+                self._exit_process()
+
+    def _exit_process(self) -> None:
+        logging.shutdown()
+        # Not sys.exit: nothing that is still to be cleaned up can be waited for, the engine's thread least of all.
+        os._exit(1)
+
     # ---- bookkeeping ----
 
     def _take(self, call: PromptCall, output: EngineOutput) -> None:
-        if output.finish_reason is FinishReason.ERROR and self._is_dead():
+        if output.finish_reason is FinishReason.ERROR and self._core.has_ended:
             # Not this request's fault: it can go on elsewhere.
             call.end(ReplicaDied("the replica's engine ended"))
         else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
-    from engine.async_engine_core import AsyncEngineCore, EngineDeadError
+    from engine.async_engine_core import AsyncEngineCore, EngineDeadError, EngineStalled
     from engine.config import EngineConfig, ModelConfig
     from engine.core import CoreStep, EngineCore
     from engine.kv_cache.block_hash import hash_block, hash_blocks, root_hash
@@ -39,6 +39,7 @@ _HOME = {
     "EngineLoad": "engine.outputs",
     "EngineOutput": "engine.outputs",
     "EngineRequest": "engine.request",
+    "EngineStalled": "engine.async_engine_core",
     "FinishReason": "engine.request",
     "InvalidParameter": "engine.sampling_params",
     "KVEvent": "engine.kv_cache.events",
@@ -70,6 +71,7 @@ __all__ = [
     "EngineLoad",
     "EngineOutput",
     "EngineRequest",
+    "EngineStalled",
     "FinishReason",
     "InvalidParameter",
     "KVEvent",

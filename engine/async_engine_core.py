@@ -29,14 +29,29 @@ class EngineDeadError(RuntimeError):
     """The engine's thread has ended; nothing more will come from it."""
 
 
+class EngineStalled(EngineDeadError):
+    """The engine has work and makes no progress; a step that hangs cannot be interrupted."""
+
+
 class AsyncEngineCore:
     """Runs an EngineCore on a thread of its own and hands its outputs to one asyncio loop.
 
     All methods are called on that loop; only the thread touches the core. Each step wakes the loop once.
+
+    Args:
+        stall_timeout_s: how long the engine may have work without ending a step before check_health says that it
+            hangs; None is for ever.
+        monotonic: seconds on a clock that is never set.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(
+        self, core: EngineCore, *, stall_timeout_s: float | None = None, monotonic: Clock = time.monotonic
+    ) -> None:
         self._core = core
+        self._stall_timeout_s = stall_timeout_s
+        self._monotonic = monotonic
+        # When the thread last ended something, or began after a rest; None while it rests. Written by the thread.
+        self._progress_at: float | None = None
         self._load = core.load()
         self._sinks: dict[str, Sink] = {}
         self._step_listeners: list[Callable[[CoreStep], None]] = []
@@ -47,13 +62,16 @@ class AsyncEngineCore:
         self._idle.set()
         self._closing = False
         self._death: BaseException | None = None
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="manta-engine", daemon=True)
         self._thread.start()
 
     @classmethod
-    def from_config(cls, config: EngineConfig, *, clock: Clock = time.time) -> AsyncEngineCore:
+    def from_config(
+        cls, config: EngineConfig, *, clock: Clock = time.time, stall_timeout_s: float | None = None
+    ) -> AsyncEngineCore:
         """Loads the model; blocks for as long as that takes."""
-        return cls(EngineCore.from_config(config, clock=clock))
+        return cls(EngineCore.from_config(config, clock=clock), stall_timeout_s=stall_timeout_s)
 
     @property
     def config(self) -> EngineConfig:
@@ -67,6 +85,12 @@ class AsyncEngineCore:
     def registry(self) -> CollectorRegistry:
         """This engine's metrics."""
         return self._core.metrics.registry
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine failed for good. Outputs with an error that come before it is true are of their requests'
+        own faults; those that come after it are of the engine's."""
+        return self._has_ended
 
     def load(self) -> EngineLoad:
         """As of the last step."""
@@ -143,11 +167,21 @@ class AsyncEngineCore:
         await self._on_thread(self._core.check_integrity)
 
     def check_health(self) -> None:
-        """Raises EngineDeadError where the engine can do nothing more."""
+        """Raises where the engine does nothing more. A step that hangs does not keep this from answering.
+
+        Raises:
+            EngineStalled: it had work for stall_timeout_s and ended no step.
+            EngineDeadError: it has ended.
+        """
         if self._death is not None:
             raise EngineDeadError(f"the engine ended: {self._death!r}") from self._death
         if not self._thread.is_alive():
             raise EngineDeadError("the engine was shut down")
+        progress_at = self._progress_at
+        if self._stall_timeout_s is not None and progress_at is not None:
+            seconds = self._monotonic() - progress_at
+            if seconds >= self._stall_timeout_s:
+                raise EngineStalled(f"the engine has work and has made no step for {seconds:.1f} s")
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Refuses new requests, lets running ones go on for drain_timeout seconds, aborts the rest and ends."""
@@ -195,9 +229,9 @@ class AsyncEngineCore:
         try:
             while self._take_commands():
                 if self._core.has_work():
-                    self._post(self._deliver, self._core.step())
+                    self._step()
             while self._core.has_work():
-                self._post(self._deliver, self._core.step())
+                self._step()
         except BaseException as error:
             logger.exception("engine_died")
             self._death = error
@@ -205,14 +239,23 @@ class AsyncEngineCore:
         finally:
             self._core.shutdown()
 
+    def _step(self) -> None:
+        step = self._core.step()
+        self._progress_at = self._monotonic()
+        self._post(self._deliver, step)
+
     def _take_commands(self) -> bool:
         """Runs what was asked for, waiting for it where there is nothing else to do. False: the engine is to end."""
         block = not self._core.has_work()
+        if block:
+            self._progress_at = None
         while True:
             try:
                 command = self._commands.get(block=block)
             except queue.Empty:
                 return True
+            if block:
+                self._progress_at = self._monotonic()
             if command is None:
                 return False
             command()
@@ -241,6 +284,7 @@ class AsyncEngineCore:
             _call(listener, step)
 
     def _deliver_death(self) -> None:
+        self._has_ended = True
         error = f"the engine ended: {self._death!r}"
         outputs = [
             EngineOutput(request_id, finish_reason=FinishReason.ERROR, error=error) for request_id in self._sinks

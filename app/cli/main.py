@@ -11,6 +11,7 @@ from app.cli.chat import chat
 from app.cli.check import check
 from app.cli.engine_args import TAKES_ENGINE_ARGS
 from app.cli.generate import generate
+from app.cli.keys import keys
 from app.cli.models import models
 from app.version import manta_version
 
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 app.add_typer(models, name="models")
 app.command("chat")(chat)
 app.command("check")(check)

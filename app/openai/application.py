@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.openai import protocol, responses
+from app.openai.auth import AccessControl, KeyRing
 from app.openai.body import BodyDeadline
 from app.openai.chat import create_chat_completion
 from app.openai.completions import create_completion
@@ -35,10 +36,12 @@ Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
 _ERRORS: dict[int, str] = {
     400: "The request is wrong; `param` names the field.",
+    401: "There is no API key.",
+    403: "The API key is not known.",
     404: "There is no such model.",
     408: "The body did not arrive in time.",
     413: "The body is too long.",
-    429: "Too many requests wait; see Retry-After.",
+    429: "Too many requests wait, or a limit of the key is reached; see Retry-After.",
     500: "A fault of the server.",
     503: "No replica can serve the request.",
     504: "The request took too long.",
@@ -52,6 +55,8 @@ def create_app(
     health: Callable[[], Awaitable[None]],
     gather_metrics: Callable[[], Awaitable[bytes]],
     *,
+    ready: Callable[[], Awaitable[None]] | None = None,
+    keys: KeyRing | None = None,
     shows_request_id: bool = True,
     clock: Clock = time.time,
 ) -> FastAPI:
@@ -62,11 +67,14 @@ def create_app(
         health: returns when requests can be served, raises otherwise (GET /health answers 503).
         gather_metrics: everything that GET /metrics answers, in Prometheus' text format; this ingress's own
             `metrics.registry` is the callee's to include.
+        ready: the same for GET /ready; raises as well once this process is about to end. None is `health`.
+        keys: who may use it, but for auth.OPEN_PATHS; None is everyone.
         shows_request_id: answers bear `x-request-id`; False where the server in front of it puts it there.
         clock: seconds since the epoch.
     """
     service = Service(models=models, limits=limits, metrics=metrics, clock=clock, pace=Pace(limits.coalesce))
     app = FastAPI(title="Manta", version=manta_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
+    refusals = () if keys is None else (401, 403, 429)
 
     def serve(method: str, path: str, endpoint: Endpoint, answer: type[BaseModel], **documented: Any) -> None:
         async def handler(request: Request) -> Response:
@@ -78,7 +86,7 @@ def create_app(
             methods=[method],
             name=endpoint.__name__,
             response_model=answer,
-            responses=_documented_errors(400, 404, *documented.pop("errors", ())),
+            responses=_documented_errors(400, 404, *refusals, *documented.pop("errors", ())),
             openapi_extra=documented,
         )
 
@@ -120,12 +128,11 @@ def create_app(
 
     @app.get("/health", response_model=responses.HealthResponse, responses=_documented_errors(503))
     async def show_health() -> Response:
-        try:
-            await health()
-        except Exception as error:
-            reason = str(error) if isinstance(error, TransportError) else "requests cannot be served"
-            raise ApiError(503, reason, code="unhealthy") from error
-        return json_response({"status": "ok"})
+        return await _answer_check(health, code="unhealthy")
+
+    @app.get("/ready", response_model=responses.HealthResponse, responses=_documented_errors(503))
+    async def show_ready() -> Response:
+        return await _answer_check(ready or health, code="not_ready")
 
     @app.get("/version", response_model=responses.VersionResponse)
     async def show_version() -> Response:
@@ -137,9 +144,19 @@ def create_app(
 
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_middleware(BodyDeadline, seconds=limits.body_timeout)
+    app.add_middleware(AccessControl, keys=keys, clock=clock)
     app.add_middleware(Envelope, metrics=metrics, clock=clock, shows_id=shows_request_id)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
+
+
+async def _answer_check(check: Callable[[], Awaitable[None]], *, code: str) -> Response:
+    try:
+        await check()
+    except Exception as error:
+        reason = str(error) if isinstance(error, TransportError) else "requests cannot be served"
+        raise ApiError(503, reason, code=code) from error
+    return json_response({"status": "ok"})
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

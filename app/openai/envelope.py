@@ -54,6 +54,8 @@ class Envelope:
                 status = message["status"]
                 if self._shows_id:
                     MutableHeaders(scope=message)["x-request-id"] = request_id
+                if client := scope["state"].get("client"):
+                    MutableHeaders(scope=message).update(client.headers())
             await send(message)
 
         self._metrics.in_flight.inc()

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import cast
 
 from app.openai.errors import ApiError
-from app.transport import EngineClient, EngineFailed
+from app.transport import EngineClient, EngineFailed, NoReplica, QueueFull
 from engine.output_processor import OutputProcessor
 from engine.outputs import EngineOutput, RequestOutput
 from engine.processor import ProcessedRequest
@@ -27,6 +27,11 @@ class Generation:
     """Runs the prompts of one HTTP request, each of them as one call of the client.
 
     Used by one task. `steps` may be iterated once; whoever stops early closes it, which aborts what still runs.
+
+    Args:
+        on_first_token: called when it comes.
+        on_tokens: called with the number of tokens that came.
+        on_refused: called when no replica takes the request, and no token has come.
     """
 
     def __init__(
@@ -36,11 +41,15 @@ class Generation:
         processed: Sequence[ProcessedRequest],
         *,
         on_first_token: Callable[[], None] = lambda: None,
+        on_tokens: Callable[[int], None] = lambda _: None,
+        on_refused: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
         self._processed = processed
         self._assemblers = [OutputProcessor(each, tokenizer) for each in processed]
         self._on_first_token = on_first_token
+        self._on_tokens = on_tokens
+        self._on_refused = on_refused
         self._started = False
         self._held = {index for index, each in enumerate(processed) if each.params.prompt_logprobs is not None}
 
@@ -57,9 +66,11 @@ class Generation:
             async for arrived in arrivals:
                 deltas = []
                 for index, outputs in arrived:
-                    if not self._started and any(output.new_token_ids for output in outputs):
-                        self._started = True
-                        self._on_first_token()
+                    if tokens := sum(len(output.new_token_ids) for output in outputs):
+                        if not self._started:
+                            self._started = True
+                            self._on_first_token()
+                        self._on_tokens(tokens)
                     assembler = self._assemblers[index]
                     delta = assembler.update(outputs)
                     if aborts := assembler.take_aborts():
@@ -90,15 +101,20 @@ class Generation:
         return [assembler.snapshot() for assembler in self._assemblers]
 
     async def _outputs(self) -> AsyncGenerator[list[Arrival], None]:
-        if len(self._processed) == 1:
-            async with _closing(self._client.generate(self._processed[0].children)) as steps:
-                async for outputs in steps:
-                    yield [(0, outputs)]
-            return
-        streams = [self._client.generate(each.children) for each in self._processed]
-        async with aclosing(_merged(streams)) as merged:
-            async for arrived in merged:
-                yield arrived
+        try:
+            if len(self._processed) == 1:
+                async with _closing(self._client.generate(self._processed[0].children)) as steps:
+                    async for outputs in steps:
+                        yield [(0, outputs)]
+                return
+            streams = [self._client.generate(each.children) for each in self._processed]
+            async with aclosing(_merged(streams)) as merged:
+                async for arrived in merged:
+                    yield arrived
+        except (NoReplica, QueueFull):
+            if not self._started:
+                self._on_refused()
+            raise
 
 
 async def _merged(

@@ -79,7 +79,13 @@ class SamplingFields(RequestModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, description="Prefixes are shared only with requests of the same salt.")
-    priority: Int64 = Field(0, description="A lower number runs first, where the engine's policy is `priority`.")
+    priority: Int64 | None = Field(
+        None,
+        description=(
+            "A lower number runs first, where the engine's policy is `priority`. No lower than the API key's, which "
+            "holds where it is absent."
+        ),
+    )
 
     user: Any = Field(None, description="Accepted and ignored, as are the fields below.")
     metadata: Any = None

@@ -16,6 +16,7 @@ from app.openai.errors import ApiError, cut
 from app.openai.generation import Generation
 from app.openai.metrics import IngressMetrics
 from app.openai.protocol import SamplingFields
+from app.openai.rate_limits import Client
 from app.openai.served_model import Limits, ServedModel
 from app.openai.sse import ChunkWriter, EventStream, EventStreamResponse, Pace, unless_disconnected
 from engine.outputs import RequestOutput
@@ -82,13 +83,18 @@ class Call:
         return self.request.state.arrived
 
     @property
+    def client(self) -> Client:
+        """Who makes the request."""
+        return self.request.state.client
+
+    @property
     def processor_args(self) -> dict[str, Any]:
         """What the Processor is told beside prompt and parameters."""
         timeout = self.service.limits.request_timeout
         return {
             "client_request_id": self.request.state.request_id,
             "model": self.model.name,
-            "priority": self.body.priority,
+            "priority": self.client.priority(self.body.priority),
             "deadline": None if timeout is None else self.arrived + timeout + DEADLINE_SLACK_S,
             "cache_salt": self.body.cache_salt,
         }
@@ -108,11 +114,26 @@ class Call:
         return ChunkWriter(self.head(kind), include_usage=options is not None and options.include_usage)
 
     def generation(self, processed: Sequence[ProcessedRequest]) -> Generation:
+        """Of prompts that the client's limits admit.
+
+        Raises:
+            ApiError: 400 or 429, they do not.
+        """
+        prompt_tokens = sum(len(each.prompt_token_ids) for each in processed)
+        self.client.charge_prompt(prompt_tokens)
+
         def first_token() -> None:
             seconds = max(0.0, self.service.clock() - self.arrived)
             self.service.metrics.time_to_first_token.labels(self.model.name).observe(seconds)
 
-        return Generation(self.model.client, self.model.tokenizer, processed, on_first_token=first_token)
+        return Generation(
+            self.model.client,
+            self.model.tokenizer,
+            processed,
+            on_first_token=first_token,
+            on_tokens=self.client.charge_output,
+            on_refused=lambda: self.client.give_back(prompt_tokens),
+        )
 
     async def results(self, generation: Generation) -> list[RequestOutput]:
         """All outputs, when they have ended; ends the generation as soon as the client goes away."""

@@ -49,6 +49,7 @@ def deploy_scripted(serve_url: str) -> Iterator[Callable[..., Any]]:
         max_num_seqs: int = 64,
         max_queued_requests: int = 64,
         lease_s: float = 10.0,
+        stall_timeout_s: float | None = None,
         **options: Any,
     ) -> Any:
         names.add(name)
@@ -68,7 +69,10 @@ def deploy_scripted(serve_url: str) -> Iterator[Callable[..., Any]]:
         )(ScriptedReplica)
         config = EngineConfig(model="scripted", max_num_seqs=max_num_seqs)
         return serve.run(
-            deployment.bind(config, max_queued_requests, lease_s), name=name, route_prefix=None, logging_config={}
+            deployment.bind(config, max_queued_requests, lease_s, stall_timeout_s),
+            name=name,
+            route_prefix=None,
+            logging_config={},
         )
 
     yield deploy

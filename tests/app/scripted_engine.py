@@ -1,6 +1,8 @@
 """An engine whose tokens are known: a request's output i is its first prompt token + i. For tests of the transport."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -28,8 +30,9 @@ class Step(NamedTuple):
 class ScriptedCore:
     """AsyncEngineCore's interface; a step is a turn of the event loop every step_s seconds."""
 
-    def __init__(self, config: EngineConfig, step_s: float) -> None:
+    def __init__(self, config: EngineConfig, step_s: float, stall_timeout_s: float | None) -> None:
         self.config = config
+        self.has_ended = False
         self.registry = CollectorRegistry()
         self.steps = Counter("scripted_steps", "Steps", registry=self.registry)
         self.aborted: list[str] = []
@@ -40,7 +43,8 @@ class ScriptedCore:
         self._events: list[KVEvent] = []
         self._outputs: list[EngineOutput] = []
         self._task: asyncio.Task[None] | None = None
-        self._dead = False
+        self._stall_timeout_s = stall_timeout_s
+        self._hangs_since: float | None = None
 
     def load(self) -> EngineLoad:
         running = min(len(self._running), self.config.max_num_seqs)
@@ -71,21 +75,37 @@ class ScriptedCore:
         return [BlockStored(tuple(self._blocks), None)] if self._blocks else []
 
     def check_health(self) -> None:
-        if self._dead:
+        if self.has_ended:
             raise RuntimeError("the engine ended")
+        hangs_since, timeout_s = self._hangs_since, self._stall_timeout_s
+        if hangs_since is not None and timeout_s is not None and time.monotonic() - hangs_since >= timeout_s:
+            raise RuntimeError("the engine makes no steps")
 
     def die(self) -> None:
-        self._dead = True
+        self.has_ended = True
         for request_id, (_, sink, _) in list(self._running.items()):
             sink(EngineOutput(request_id, finish_reason=FinishReason.ERROR, error="dead"))
         self._running.clear()
 
+    def hang(self) -> None:
+        """The step that runs now never ends."""
+        self._hangs_since = time.monotonic()
+
+    def fail(self, request_id: str) -> None:
+        """A fault of one request alone, such as logits that are no numbers."""
+        _, sink, _ = self._running.pop(request_id)
+        sink(EngineOutput(request_id, finish_reason=FinishReason.ERROR, error="its step failed"))
+
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        if self._hangs_since is not None:
+            await asyncio.Event().wait()
         self.abort(list(self._running))
 
     async def _run(self) -> None:
         while self._running:
             await asyncio.sleep(self._step_s)
+            if self._hangs_since is not None:
+                await asyncio.Event().wait()
             self.steps.inc()
             for request_id, (request, sink, done) in list(self._running.items()):
                 if request.prompt_token_ids[0] == HANG:
@@ -106,8 +126,8 @@ class ScriptedReplica(LLMReplica):
 
     STEP_S = 0.002
 
-    def _load_engine(self, config: EngineConfig) -> ScriptedCore:  # type: ignore[override]
-        return ScriptedCore(config, self.STEP_S)
+    def _load_engine(self, config: EngineConfig, stall_timeout_s: float | None) -> ScriptedCore:  # type: ignore[override]
+        return ScriptedCore(config, self.STEP_S, stall_timeout_s)
 
     async def state(self, pinned_to: str) -> dict[str, object]:
         core = self._core
@@ -126,6 +146,32 @@ class ScriptedReplica(LLMReplica):
 
     async def kill_engine(self, pinned_to: str) -> None:
         self._core.die()
+
+    async def hang_engine(self, pinned_to: str) -> None:
+        self._core.hang()
+
+    async def hang_loop(self, pinned_to: str) -> None:
+        """As a step would that never gives the interpreter's lock back."""
+        asyncio.get_running_loop().call_later(0.1, threading.Event().wait)
+
+
+class LoneReplica(ScriptedReplica):
+    """A replica without Ray, in the test's own process, which it leaves alone.
+
+    Attributes:
+        gave_up: set where it would have ended the process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(EngineConfig(model="scripted", max_num_seqs=4), 3, 10.0)
+        self.gave_up = asyncio.Event()
+
+    def _exit_process(self) -> None:
+        self.gave_up.set()
+        self._engine_watch.cancel()
+
+    def __del__(self) -> None:  # type: ignore[override]
+        """Serve awaits the replica's; the garbage collector cannot."""
 
 
 def request(request_id: str, first_token: int = 1, max_tokens: int = 5) -> EngineRequest:

@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from app.config import CONTROL_CALLS, Ingress, ModelDeployment, ServiceConfig
+from app.config import CONTROL_CALLS, Access, ApiKey, Autoscaling, Ingress, ModelDeployment, ServiceConfig
 from app.main import build
 
 DEMO = Path(__file__).parents[2] / "serve_configs" / "demo.yaml"
@@ -56,13 +56,31 @@ def model(**given: Any) -> dict[str, Any]:
             "rules out; with num_gpus=0 the engine's device is 'cpu'",
         ),
         ({"models": [model(), model()]}, "models", "name 'demo' is used twice"),
+        (
+            {"models": [model(autoscaling={"min_replicas": 3, "max_replicas": 2, "target_ongoing_requests": 8})]},
+            "models.0.autoscaling",
+            "max_replicas=2: must be at least min_replicas, which is 3",
+        ),
+        (
+            {"models": [model(num_replicas=2, autoscaling={"max_replicas": 4, "target_ongoing_requests": 8})]},
+            "models.0",
+            "num_replicas: autoscaling decides it",
+        ),
+        ({"models": [model()], "access": {}}, "access", "either `keys_file`, or `keys_env`, or `open: true`"),
+        ({"models": [model()], "access": {"open": True, "keys_env": "K"}}, "access", "say who may use the service"),
+        ({"models": [model()], "access": {"keys_file": ""}}, "access.keys_file", "at least 1 character"),
         ({"models": [model(name="a/b"), model(name="a b")]}, "models", "special characters only"),
     ],
 )
 def test_an_error_names_the_field_and_what_it_may_be(given: dict[str, Any], where: str, says: str) -> None:
     with pytest.raises(ValidationError) as error:
-        ServiceConfig.model_validate(given)
+        ServiceConfig.model_validate({"access": {"open": True}} | given)
     assert [(".".join(map(str, e["loc"])), says in e["msg"]) for e in error.value.errors()] == [(where, True)], error
+
+
+def test_a_service_is_open_only_where_that_is_said() -> None:
+    with pytest.raises(ValidationError, match="say who may use the service"):
+        ServiceConfig.model_validate({"models": [model()]})
 
 
 @pytest.mark.parametrize(
@@ -84,7 +102,7 @@ def test_a_gpu_is_used_only_where_one_is_reserved(num_gpus: float, device: str |
 
 
 def test_every_field_is_documented() -> None:
-    classes: list[type[BaseModel]] = [ServiceConfig, ModelDeployment, Ingress]
+    classes: list[type[BaseModel]] = [ServiceConfig, ModelDeployment, Autoscaling, Ingress, Access, ApiKey]
     undocumented = [f"{c.__name__}.{n}" for c in classes for n, f in c.model_fields.items() if not f.description]
     assert undocumented == []
 
@@ -106,10 +124,15 @@ def test_the_demo_configuration_is_valid_and_stays_on_this_machine() -> None:
 
 
 def test_an_application_has_a_deployment_for_each_model_and_an_ingress() -> None:
-    config = ServiceConfig.model_validate({"models": [model(), model(name="second/one", num_cpus=2, num_gpus=1)]})
+    autoscaling = {"min_replicas": 2, "max_replicas": 4, "target_ongoing_requests": 8}
+    models = [model(), model(name="second/one", num_cpus=2, num_gpus=1, autoscaling=autoscaling)]
+    config = ServiceConfig.model_validate({"models": models, "access": {"open": True}, "cluster_autoscales": True})
     application = build(config)
     handles = application._bound_deployment.init_args[1]
     deployments = {name: bound._bound_deployment for name, bound in handles.items()}
     assert {d.name for d in deployments.values()} == {"model-demo", "model-second-one"}
     assert deployments["second/one"].ray_actor_options["num_gpus"] == 1
+    scaled = deployments["second/one"]._deployment_config.autoscaling_config
+    assert (scaled.min_replicas, scaled.max_replicas, scaled.target_ongoing_requests) == (2, 4, 8)
+    assert deployments["demo"].num_replicas == 1
     assert application._bound_deployment.name == "ingress"

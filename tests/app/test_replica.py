@@ -9,26 +9,21 @@ import pytest
 
 from app.replica import IngressSession, PromptCall
 from app.transport import CallEnd, QueueFull, ReplicaDied, StreamItem, unpack
-from engine.config import EngineConfig
 from engine.kv_cache.events import BlockStored
 from engine.outputs import EngineLoad, EngineOutput
 from engine.request import FinishReason
-from tests.app.scripted_engine import HANG, ScriptedReplica, Step, request
+from tests.app.scripted_engine import HANG, LoneReplica, ScriptedReplica, Step, request
 
 NO_LOAD = EngineLoad(0, 0, 0, 0, 100)
-
-
-class LoneReplica(ScriptedReplica):
-    def __del__(self) -> None:  # type: ignore[override]
-        """Serve awaits the replica's; the garbage collector cannot."""
 
 
 @pytest.fixture
 async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ScriptedReplica]:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="me"))
     monkeypatch.setattr("app.replica.serve.get_replica_context", lambda: context)
-    replica = LoneReplica(EngineConfig(model="scripted", max_num_seqs=4), 3, 10.0)
+    replica = LoneReplica()
     yield replica
+    replica._engine_watch.cancel()
     await replica._core.shutdown()
 
 

@@ -49,6 +49,7 @@ def service(serve_url: str, tiny_folder: Path) -> Iterator[str]:
                 }
                 for name, replicas, seed in (("tiny", 2, 0), ("other", 1, 1))
             ],
+            "access": {"open": True},
             "ingress": {"num_replicas": 2, "num_cpus": 0.1, "graceful_shutdown_timeout_s": 10},
             "log_level": "WARNING",
         }
@@ -166,9 +167,10 @@ async def test_clients_do_not_notice_that_a_replica_was_killed(http: httpx.Async
         {"temperature": 0.8, "seed": 8, "n": 2, "logprobs": 2},
         {"temperature": 0.7, "seed": 9, "top_p": 0.9, "frequency_penalty": 0.5, "min_tokens": 30},
     ]
-    bodies = [body | {"prompt": f"prompt {i}", "max_tokens": 350} for i in range(4) for body in bodies]
+    bodies = [body | {"prompt": f"prompt {i}", "max_tokens": 480} for i in range(4) for body in bodies]
     undisturbed = await asyncio.gather(*[complete(http, **body) for body in bodies])
     before = await samples(http)
+    victim = next(p for p in psutil.process_iter() if "manta:model-tiny" in " ".join(_cmdline(p)) and _is_ours(p))
     begun = asyncio.Event()
 
     async def stream(body: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -188,8 +190,7 @@ async def test_clients_do_not_notice_that_a_replica_was_killed(http: httpx.Async
 
     running = [asyncio.create_task(stream(body)) for body in bodies]
     await begun.wait()
-    victims = [p for p in psutil.process_iter() if "manta:model-tiny" in " ".join(_cmdline(p)) and _is_ours(p)]
-    os.kill(victims[0].pid, signal.SIGKILL)
+    os.kill(victim.pid, signal.SIGKILL)
     for streamed, whole in zip(await asyncio.gather(*running), undisturbed, strict=True):
         for choice in whole["choices"]:
             tokens = (choice["logprobs"] or {}).get("tokens", [])

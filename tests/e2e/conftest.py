@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -44,17 +46,23 @@ def free_port() -> int:
 
 @pytest.fixture(scope="package")
 def service(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("service")
     config = yaml.safe_load((ROOT / "serve_configs" / "demo.yaml").read_text())
+    with started(config, tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@contextmanager
+def started(config: dict[str, Any], folder: Path) -> Iterator[Service]:
+    """A configuration under `serve run`, on a free port of this machine."""
     assert config["http_options"]["host"] == "127.0.0.1"
     config["http_options"]["port"] = port = free_port()
-    (folder / "demo.yaml").write_text(yaml.safe_dump(config))
+    (folder / "service.yaml").write_text(yaml.safe_dump(config))
     log = folder / "log"
     # The service starts a cluster of its own, whatever cluster the environment points to.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [str(Path(sys.executable).parent / "serve"), "run", str(folder / "demo.yaml")],
+            [str(Path(sys.executable).parent / "serve"), "run", str(folder / "service.yaml")],
             cwd=ROOT,
             env={**environment, "RAY_USAGE_STATS_ENABLED": "0"},
             stdout=sink,
@@ -80,7 +88,7 @@ def _wait_until_it_answers(service: Service) -> None:
         if service.process.poll() is not None:
             break
         try:
-            if httpx.get(f"{service.url}/v1/models").status_code == 200:
+            if httpx.get(f"{service.url}/health").status_code == 200:
                 return
         except httpx.TransportError:
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 
 from app.openai import IngressMetrics, Limits, ServedModel, create_app
+from app.openai.auth import KeyRing
 from app.transport import EngineClient
 from engine.config import EngineConfig, ModelConfig
 from engine.hub import load_model_config
 from engine.processor import Processor
+from engine.request import Clock
 from engine.tokenizer import Tokenizer, load_tokenizer
 from tests.app.openai.scripted_client import ScriptedClient
 
@@ -42,7 +45,7 @@ AppOver = Callable[..., FastAPI]
 def app_over(tokenizer: Tokenizer, model_config: ModelConfig) -> AppOver:
     """create_app for a client of ours, under the name `demo`."""
 
-    def make(client: EngineClient, **limits: Any) -> FastAPI:
+    def make(client: EngineClient, *, keys: KeyRing | None = None, clock: Clock = time.time, **limits: Any) -> FastAPI:
         registry = CollectorRegistry()
 
         async def healthy() -> None:
@@ -60,7 +63,7 @@ def app_over(tokenizer: Tokenizer, model_config: ModelConfig) -> AppOver:
             created=CREATED,
         )
         bounds = Limits(**limits)
-        return create_app({"demo": model}, bounds, IngressMetrics(registry), healthy, gather)
+        return create_app({"demo": model}, bounds, IngressMetrics(registry), healthy, gather, keys=keys, clock=clock)
 
     return make
 

@@ -98,9 +98,29 @@ async def test_health_follows_the_engines() -> None:
     assert ErrorResponse.model_validate(answer.json()).error.message == "no replica is up"
 
 
+async def test_readiness_ends_before_health_does() -> None:
+    async def well() -> None:
+        """Has nothing to say."""
+
+    async def closing() -> None:
+        raise NoReplica("the service is shutting down")
+
+    async def gather() -> bytes:
+        return b""
+
+    app = create_app({}, Limits(), IngressMetrics(CollectorRegistry()), well, gather, ready=closing)
+    async with http(app) as client:
+        assert (await client.get("/health")).status_code == 200
+        answer = await client.get("/ready")
+    assert answer.status_code == 503
+    error = ErrorResponse.model_validate(answer.json()).error
+    assert (error.message, error.code) == ("the service is shutting down", "not_ready")
+
+
 async def test_health_and_version(chat_app: FastAPI) -> None:
     async with http(chat_app) as client:
         assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 200
         assert isinstance((await client.get("/version")).json()["version"], str)
 
 
