@@ -13,12 +13,9 @@ import typer
 
 from app.cli.bench.options import as_args
 from app.cli.bench.roofline import Machine, efficiency, measure_machine
-from app.cli.bench.workload import Item, file_items, fitted, random_items, trace_items
+from app.cli.bench.workload import OUTPUT_LEN, Item, file_items, fitted, made_up_items
 from engine import LLM, EngineConfig, RequestOutput, SamplingParams, StepProfiler, StepRecord
 from engine.hub import load_model_config
-
-RANDOM_COUNT = 32
-OUTPUT_LEN = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +123,18 @@ def _read_items(
     seed = llm.core.config.seed
     tokenizer = llm.get_tokenizer()
     vocab_size = min(llm.model_config.vocab_size, tokenizer.vocab_size)
-    length = OUTPUT_LEN if output_len is None else output_len
-    if trace is not None:
-        items = trace_items(trace, count, vocab_size=vocab_size, seed=seed)
-        if output_len is not None:
-            items = [Item(item.prompt_token_ids, output_len, item.arrival) for item in items]
-    elif source == "random":
-        number = RANDOM_COUNT if count is None else count
-        items = random_items(number, input_len, length, shared_prefix=shared_prefix, vocab_size=vocab_size, seed=seed)
+    if trace is None and source != "random":
+        items = file_items(Path(source), count, output_len or OUTPUT_LEN, tokenizer)
     else:
-        items = file_items(Path(source), count, length, tokenizer)
+        items = made_up_items(
+            trace,
+            count=count,
+            input_len=input_len,
+            output_len=output_len,
+            shared_prefix=shared_prefix,
+            vocab_size=vocab_size,
+            seed=seed,
+        )
     items, shortened = fitted(items, llm.model_config.max_model_len)
     if shortened:
         typer.echo(f"{shortened} of {len(items)} requests were cut to the context, {llm.model_config.max_model_len:,}")

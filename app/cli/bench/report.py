@@ -87,6 +87,12 @@ def write_json(
     machine: Machine,
     figures: Mapping[str, Any],
 ) -> None:
+    """A report of an engine in this process."""
+    settings = {**options, "engine": asdict(config)}
+    write_report(path, command, settings, {"roofline": asdict(machine), **figures})
+
+
+def write_report(path: Path | None, command: str, settings: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
     """One object: what ran, where, and the figures. Nothing where there is no path."""
     if path is None:
         return
@@ -94,8 +100,7 @@ def write_json(
         "command": command,
         "version": manta_version(),
         "machine": _machine(),
-        "settings": {**options, "engine": asdict(config)},
-        "roofline": asdict(machine),
+        "settings": settings,
         **figures,
     }
     path.write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")

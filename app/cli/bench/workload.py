@@ -9,12 +9,18 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from engine.sampling_params import InvalidParameter
 from engine.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+RANDOM_COUNT = 32
+OUTPUT_LEN = 128
+"""What is run where nothing says how much."""
 
 MOONCAKE_BLOCK = 512
 """Tokens that one of a Mooncake trace's hash_ids stands for."""
@@ -46,24 +52,48 @@ def random_items(
     return [Item((*prefix, *rng.integers(0, vocab_size, input_len).tolist()), output_len) for _ in range(count)]
 
 
-def file_items(path: Path, count: int | None, output_len: int, tokenizer: Tokenizer) -> list[Item]:
-    """The first prompts of a JSONL file; a conversation's first turn goes through the chat template.
+@dataclass(frozen=True, slots=True)
+class FilePrompt:
+    """A row of a file of prompts.
+
+    Attributes:
+        is_turn: it opens a conversation.
+    """
+
+    text: str
+    is_turn: bool
+
+
+def file_prompts(path: Path, count: int | None) -> list[FilePrompt]:
+    """The first prompts of a JSONL file.
 
     Raises:
         InvalidParameter: a row is neither {"prompt": text} nor {"turns": [text, …]}, or there are none.
     """
-    items = []
+    prompts = []
     for number, row in islice(_json_lines(path), count):
         turns = row.get("turns")
         text = turns[0] if isinstance(turns, list) and turns else row.get("prompt")
         if not isinstance(text, str):
             raise InvalidParameter("input", f'{path}, line {number}: must have "prompt" or "turns"')
-        if turns and tokenizer.hf.chat_template:
-            token_ids = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        prompts.append(FilePrompt(text, bool(turns)))
+    return _some(prompts, "input", path)
+
+
+def file_items(path: Path, count: int | None, output_len: int, tokenizer: Tokenizer) -> list[Item]:
+    """The first prompts of a JSONL file; a conversation's first turn goes through the chat template.
+
+    Raises:
+        InvalidParameter: see `file_prompts`.
+    """
+    items = []
+    for prompt in file_prompts(path, count):
+        if prompt.is_turn and tokenizer.hf.chat_template:
+            token_ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
         else:
-            token_ids = tokenizer.encode(text)
+            token_ids = tokenizer.encode(prompt.text)
         items.append(Item(tuple(token_ids), output_len))
-    return _some(items, "input", path)
+    return items
 
 
 def trace_items(path: Path, count: int | None, *, vocab_size: int, seed: int) -> list[Item]:
@@ -78,6 +108,32 @@ def trace_items(path: Path, count: int | None, *, vocab_size: int, seed: int) ->
     """
     read = _azure if path.suffix == ".csv" else _mooncake
     return _some(list(islice(read(path, vocab_size, seed), count)), "trace", path)
+
+
+def made_up_items(
+    trace: Path | None,
+    *,
+    count: int | None,
+    input_len: int,
+    output_len: int | None,
+    shared_prefix: int,
+    vocab_size: int,
+    seed: int,
+) -> list[Item]:
+    """A trace's requests, or random ones where there is none.
+
+    Args:
+        count: most requests; None is all of a trace, and RANDOM_COUNT random ones.
+        output_len: None is what a trace says, and OUTPUT_LEN otherwise.
+
+    Raises:
+        InvalidParameter, OSError: see `trace_items`.
+    """
+    if trace is None:
+        number, length = count or RANDOM_COUNT, output_len or OUTPUT_LEN
+        return random_items(number, input_len, length, shared_prefix=shared_prefix, vocab_size=vocab_size, seed=seed)
+    items = trace_items(trace, count, vocab_size=vocab_size, seed=seed)
+    return items if output_len is None else [replace(item, output_len=output_len) for item in items]
 
 
 def fitted(items: Sequence[Item], max_model_len: int) -> tuple[list[Item], int]:
@@ -136,7 +192,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, row
 
 
-def _some(items: list[Item], name: str, path: Path) -> list[Item]:
+def _some(items: list[T], name: str, path: Path) -> list[T]:
     if not items:
         raise InvalidParameter(name, f"{path} has no requests")
     return items

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import uvicorn
@@ -19,14 +20,15 @@ Serve = Callable[[EngineClient], str]
 
 
 @pytest.fixture
-def serve(app_over: AppOver) -> Iterator[Serve]:
-    """Serves a client of ours from a thread; returns the address."""
+def serve_app() -> Iterator[Callable[[Any], str]]:
+    """Serves an ASGI application from a thread; returns the address."""
     started: list[tuple[uvicorn.Server, threading.Thread]] = []
 
-    def start(client: EngineClient) -> str:
+    def start(app: Any) -> str:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app_over(client), log_level="error", lifespan="off"))
+        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         started.append((server, thread))
@@ -40,3 +42,9 @@ def serve(app_over: AppOver) -> Iterator[Serve]:
     for server, thread in started:
         server.should_exit = True
         thread.join()
+
+
+@pytest.fixture
+def serve(app_over: AppOver, serve_app: Callable[[Any], str]) -> Serve:
+    """Serves a client of ours."""
+    return lambda client: serve_app(app_over(client))

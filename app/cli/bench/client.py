@@ -1,0 +1,233 @@
+"""The client of `manta bench serve`: streams over kept connections, and the times at which they bring tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import httpx
+
+from engine.sampling_params import InvalidParameter
+
+Endpoint = Literal["completions", "chat"]
+PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+LOOK_UP_S = 30.0
+"""How long the question for the models may take."""
+
+KEEP_ALIVE_S = 4.0
+"""A connection that was idle for longer is not used again: uvicorn closes it after five seconds."""
+
+REASON_LENGTH = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, ready to be sent.
+
+    Attributes:
+        arrival: seconds after the first one.
+    """
+
+    body: bytes
+    arrival: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back. All times are in seconds, on one clock.
+
+    Attributes:
+        token_times: when each event arrived that brought tokens, one or several.
+        ended_at: when the stream ended, or failed.
+        failure: why the answer does not count; None where it does.
+    """
+
+    sent_at: float
+    ended_at: float
+    token_times: tuple[float, ...] = ()
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    failure: str | None = None
+
+
+class StreamReader:
+    """Reads one stream of server-sent events as its bytes come.
+
+    Attributes:
+        token_times: see Answer. A role alone is no token, and neither is the event that tells the end unless the
+            stream had none before it.
+        failure: what the service said of an error within the stream.
+    """
+
+    def __init__(self) -> None:
+        self.token_times: list[float] = []
+        self.failure: str | None = None
+        self._usage: dict[str, Any] = {}
+        self._rest = b""
+        self._is_complete = False
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Takes the bytes that arrived at this moment; events may begin and end anywhere in them."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), now)
+
+    def answer(self, sent_at: float, ended_at: float) -> Answer:
+        """The whole answer, once the stream has ended."""
+        failure = self.failure
+        if failure is None and not self._is_complete:
+            failure = "the stream broke off"
+        return Answer(
+            sent_at,
+            ended_at,
+            tuple(self.token_times),
+            prompt_tokens=self._usage.get("prompt_tokens", 0),
+            output_tokens=self._usage.get("completion_tokens", len(self.token_times)),
+            failure=failure,
+        )
+
+    def _event(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            return
+        try:
+            event = json.loads(data)
+            if "error" in event:
+                self.failure = _error_message(event)
+                return
+            self._usage = event.get("usage") or self._usage
+            for choice in event.get("choices", ()):
+                is_last = choice.get("finish_reason") is not None
+                if _brings_tokens(choice, is_last) or (is_last and not self.token_times):
+                    self.token_times.append(now)
+                self._is_complete = self._is_complete or is_last
+        except (ValueError, TypeError, AttributeError):
+            self.failure = f"not an event of OpenAI's interface: {_shortened(data.decode(errors='replace'))}"
+
+
+class ServiceClient:
+    """Sends calls to one endpoint of a service; used within one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        endpoint: Endpoint,
+        *,
+        api_key: str | None = None,
+        timeout: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """
+        Args:
+            url: of the service, without a path; see `service_url`.
+            timeout: seconds that an answer may take from first to last.
+        """
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            # Compressed chunks would wait for each other.
+            headers={"content-type": "application/json", "accept-encoding": "identity", **_authorization(api_key)},
+            timeout=None,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S),
+        )
+        self._path = PATHS[endpoint]
+        self._timeout = timeout
+        self._clock = clock
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def send(self, call: Call) -> Answer:
+        """One answer, to its end; whatever goes wrong is its failure."""
+        reader = StreamReader()
+        sent_at = self._clock()
+        try:
+            async with (
+                asyncio.timeout(self._timeout),
+                self._http.stream("POST", self._path, content=call.body) as response,
+            ):
+                if response.status_code == httpx.codes.OK:
+                    async for data in response.aiter_raw():
+                        reader.feed(data, self._clock())
+                else:
+                    reader.failure = _status_reason(response.status_code, await response.aread())
+        except TimeoutError:
+            reader.failure = f"no end within {self._timeout:g} s"
+        except httpx.HTTPError as error:
+            reader.failure = _transport_reason(error)
+        return reader.answer(sent_at, self._clock())
+
+
+def service_url(url: str) -> str:
+    """The service's address, however it was written: with or without a scheme, with or without OpenAI's /v1.
+
+    Raises:
+        InvalidParameter: it is none.
+    """
+    url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise InvalidParameter.of("base_url", url, f"is no address: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise InvalidParameter.of("base_url", url, "must be http:// or https:// and a host")
+    return url
+
+
+def served_models(url: str, api_key: str | None) -> dict[str, int | None]:
+    """The models of a service, to their contexts in tokens where it says them.
+
+    Raises:
+        InvalidParameter: no service of this kind answers there.
+    """
+    try:
+        response = httpx.get(f"{url}/v1/models", headers=_authorization(api_key), timeout=LOOK_UP_S)
+    except httpx.HTTPError as error:
+        raise InvalidParameter("base_url", f"no service answers at {url} ({_transport_reason(error)})") from None
+    if response.status_code != httpx.codes.OK:
+        raise InvalidParameter("base_url", f"{url}/v1/models: {_status_reason(response.status_code, response.content)}")
+    try:
+        return {each["id"]: each.get("max_model_len") for each in response.json()["data"]}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise InvalidParameter("base_url", f"{url}/v1/models is no list of models") from None
+
+
+def _brings_tokens(choice: dict[str, Any], is_last: bool) -> bool:
+    """A completion's text may be empty, where a token is half a character; the end alone has no text either."""
+    if "delta" in choice:
+        return any(value for name, value in choice["delta"].items() if name != "role")
+    return bool(choice.get("text")) or not is_last
+
+
+def _authorization(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+
+def _status_reason(status: int, body: bytes) -> str:
+    try:
+        message = _error_message(json.loads(body))
+    except ValueError:
+        message = body.decode(errors="replace")
+    return f"status {status}: {_shortened(message)}"
+
+
+def _error_message(content: Any) -> str:
+    """Of OpenAI's error object, or of what stands in its place."""
+    error = content.get("error", content) if isinstance(content, dict) else content
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return _shortened(str(message))
+
+
+def _transport_reason(error: httpx.HTTPError) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= REASON_LENGTH else text[:REASON_LENGTH] + " …"
