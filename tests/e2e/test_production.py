@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,15 @@ def test_both_models_answer_where_models_and_devices_are_a_cpu_s(
             assert answer.json()["usage"]["completion_tokens"] > 0
             if name == "small":
                 assert "Paris" in answer.json()["choices"][0]["message"]["content"]
-        replicas = {line.split('replica="')[1].split('"')[0] for line in metric_lines(http)}
-        assert len(replicas) == small["autoscaling"]["min_replicas"] + large["num_replicas"]
+        # A service is ready with one replica of each model; the others follow.
+        expected = small["autoscaling"]["min_replicas"] + large["num_replicas"]
+        deadline = time.monotonic() + 120
+        while len(replicas := replicas_of(http)) < expected and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert len(replicas) == expected
 
 
-def metric_lines(http: httpx.Client) -> list[str]:
-    return [line for line in http.get("/metrics").text.splitlines() if line.startswith("manta_engine_steps_total")]
+def replicas_of(http: httpx.Client) -> set[str]:
+    """Engines that /metrics tells of."""
+    lines = http.get("/metrics").text.splitlines()
+    return {line.split('replica="')[1].split('"')[0] for line in lines if line.startswith("manta_engine_steps_total")}
