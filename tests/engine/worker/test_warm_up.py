@@ -55,3 +55,4 @@ def test_warm_up_fits_the_smallest_engine(tmp_path: Path) -> None:
     worker = Worker(replace(config, num_kv_blocks=1), load_model_config(config))
     worker.allocate_kv_cache(1)
     warm_up(worker, 1)
+    assert len(worker._runner._buffers) == 0  # type: ignore[arg-type]
