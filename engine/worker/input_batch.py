@@ -15,7 +15,6 @@ class InputBatch:
     Attributes:
         token_ids: int32 [rows, max_model_len].
         num_tokens: int32 [rows], tokens known of each row.
-        num_prompt_tokens: int32 [rows], of the original prompt.
         block_tables: int32 [rows, blocks of max_model_len].
     """
 
@@ -23,7 +22,6 @@ class InputBatch:
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
-        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._num_blocks = [0] * max_num_seqs
         self._rows: dict[str, int] = {}
@@ -45,7 +43,6 @@ class InputBatch:
         count = len(start.token_ids)
         self.token_ids[row, :count] = start.token_ids
         self.num_tokens[row] = count
-        self.num_prompt_tokens[row] = len(start.spec.prompt_token_ids)
         self._num_blocks[row] = 0
         self.append_blocks(row, start.block_ids)
         return row
