@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from engine.kv_cache.block_hash import root_hash
 from engine.kv_cache.events import BlockStored, KVEvent
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.metrics import EngineMetrics
-from engine.outputs import EngineLoad, EngineOutput, SampledStep, SchedulerOutput
+from engine.outputs import EngineLoad, EngineOutput, SampledStep, ScheduledStart, ScheduledStep, SchedulerOutput
 from engine.protocols import Executor, StepHandle
 from engine.request import Clock, EngineRequest, FinishReason, Request, RequestStatus
-from engine.sampling_params import InvalidParameter
+from engine.sampling_params import InvalidParameter, SamplingParams
 from engine.scheduler import Scheduler
 from engine.scheduler.results import last_output
 from engine.scheduler.scheduler import NO_WORK
@@ -30,7 +31,9 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MAX_FAILURES_IN_A_ROW = 3
+PROBE = EngineRequest(
+    request_id="probe", prompt_token_ids=(0,), params=SamplingParams(temperature=0.0, max_tokens=1), seed=0
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,12 @@ class EngineCore:
         device       | step 1     | step 2     | step 3     |
         this thread  | schedule 2 | update 1, schedule 3 | update 2, ...
 
+    A step that fails costs nothing but time, whatever failed in it: its requests go on probation, where each is tried
+    again alone (see `scheduler.probation.Probation`). One that fails alone, too, is to blame, or the engine is. So
+    before it is told its error, the engine computes one token of no request. If that works, the request is to blame and
+    the engine goes on, however often such requests come. If it fails, every step does: the engine has ended, and none
+    of its requests was told that it failed.
+
     All methods are called on one thread. The GIL is released in the executor's tensor work and nowhere else.
 
     Raises:
@@ -104,7 +113,6 @@ class EngineCore:
         self.metrics.observe_load(self._scheduler.load())
         self._aborted: list[EngineOutput] = []
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
-        self._failures_in_a_row = 0
         self._death: Exception | None = None
         self._interrupted = False
 
@@ -169,10 +177,10 @@ class EngineCore:
         """Starts the next step and waits for the oldest in flight, which is the same one unless steps overlap.
 
         With overlap the first step of many gives nothing yet, and once there is nothing more to start, the last is
-        waited for at once. A step that fails costs the requests that were in it, and no others.
+        waited for at once.
 
         Raises:
-            Exception: of the executor, at the third failure in a row. The engine has ended then.
+            Exception: of the executor, which failed without any request in it as well. The engine has ended then.
             RuntimeError: it had ended before.
         """
         self._check_alive()
@@ -257,15 +265,15 @@ class EngineCore:
         try:
             sampled = handle.result()
         except Exception as error:
-            self._failures_in_a_row += 1
-            logger.exception("step_failed requests=%d in_a_row=%d", len(work.steps), self._failures_in_a_row)
-            if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-                self._death = error
-                raise
-            return self._fail_oldest(f"a step of the engine failed: {error}")
-        self._in_flight.popleft()
-        self._failures_in_a_row = 0
-        return self._scheduler.update(work, sampled)
+            self.metrics.observe_failed_step()
+            logger.exception("step_failed requests=%d", len(work.steps))
+            message = f"a step of the engine failed: {error}"
+            # They hold the step's tensors, and it may be memory that was missing.
+            traceback.clear_frames(error.__traceback__)
+        else:
+            self._in_flight.popleft()
+            return self._scheduler.update(work, sampled)
+        return self._recover(work, message)
 
     def _start_over(self) -> list[EngineOutput]:
         """After Ctrl-C nobody knows how far anything came: all requests end, and nothing cached is trusted.
@@ -286,11 +294,28 @@ class EngineCore:
         if self._death is not None:
             raise RuntimeError(f"the engine ended: {self._death!r}") from self._death
 
-    def _fail_oldest(self, error: str) -> list[EngineOutput]:
-        work, _ = self._in_flight[0]
+    def _recover(self, failed: SchedulerOutput, message: str) -> list[EngineOutput]:
+        """After the oldest step in flight failed: the end of the request that is to blame, if that is known by now."""
         self._in_flight.clear()
+        try:
+            self._executor.reset()
+            outputs = self._scheduler.fail_step(failed, message)
+            if outputs:
+                self._probe()
+        except Exception as error:
+            self._death = error
+            raise
+        return outputs
+
+    def _probe(self) -> None:
+        """Computes one token of no request. No other request is in the executor, and none has blocks."""
+        pool = self._kv_cache.block_pool
+        blocks = pool.take(1)
+        start = ScheduledStart(PROBE, PROBE.prompt_token_ids, (blocks[0].block_id,), num_computed_tokens=0)
+        step = ScheduledStep(PROBE.request_id, 0, 1, (), samples=True)
+        self._executor.submit(SchedulerOutput((step,), (start,))).result()
         self._executor.reset()
-        return self._scheduler.fail_step(work, error)
+        pool.free(blocks)
 
 
 def _num_kv_blocks(config: EngineConfig, model_config: ModelConfig, executor: Executor) -> int:

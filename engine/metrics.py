@@ -38,6 +38,9 @@ class EngineMetrics:
         self._overlapped_steps = self._counter(
             "manta_engine_overlapped_steps", "Steps that were submitted while another one was in flight"
         )
+        self._failed_steps = self._counter(
+            "manta_engine_failed_steps", "Steps that failed, after which their requests were tried again"
+        )
         self._finished = Counter(
             "manta_requests_finished",
             "Requests that ended, by reason",
@@ -77,6 +80,10 @@ class EngineMetrics:
     def observe_executed_step(self) -> None:
         """Counts a step whose results are asked for, whether or not it fails."""
         self._steps.inc()
+
+    def observe_failed_step(self) -> None:
+        """Counts an executed step that failed."""
+        self._failed_steps.inc()
 
     def observe_overlap(self) -> None:
         """Counts a step that was submitted while another one was in flight."""

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 from engine.request import Request
 
+Order = tuple[int, float, int]
+Entry = tuple[Order, Request]
+
 MIN_DEAD_TO_COMPACT = 64
 
 
@@ -25,8 +28,8 @@ class RequestQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, float, int], Request]] = []
-        self._waiting: set[tuple[int, float, int]] = set()
+        self._heap: list[Entry] = []
+        self._waiting: dict[Order, Entry] = {}
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -34,12 +37,12 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """All that wait, in no order."""
-        return (request for order, request in self._heap if order in self._waiting)
+        return (request for _, request in self._waiting.values())
 
     def push(self, request: Request) -> None:
-        self._waiting.add(request.order)
+        entry = self._waiting[request.order] = (request.order, request)
         self.num_tokens += request.num_tokens
-        heapq.heappush(self._heap, (request.order, request))
+        heapq.heappush(self._heap, entry)
 
     def peek(self) -> Request:
         """The one whose turn is next.
@@ -47,7 +50,7 @@ class RequestQueue:
         Raises:
             IndexError: nobody waits.
         """
-        while self._heap[0][0] not in self._waiting:
+        while not self._is_current(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
@@ -67,7 +70,7 @@ class RequestQueue:
         self.num_tokens += count
 
     def remove(self, request: Request) -> None:
-        """Takes one out of anywhere in the line, for good.
+        """Takes one out of anywhere in the line.
 
         Raises:
             KeyError: it does not wait.
@@ -75,9 +78,13 @@ class RequestQueue:
         self._drop(request)
         dead = len(self._heap) - len(self._waiting)
         if dead > max(len(self._waiting), MIN_DEAD_TO_COMPACT):
-            self._heap = [entry for entry in self._heap if entry[0] in self._waiting]
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
             heapq.heapify(self._heap)
 
+    def _is_current(self, entry: Entry) -> bool:
+        """Whether it waits, and by this entry: it may have been removed and have come back."""
+        return self._waiting.get(entry[0]) is entry
+
     def _drop(self, request: Request) -> None:
-        self._waiting.remove(request.order)
+        del self._waiting[request.order]
         self.num_tokens -= request.num_tokens

@@ -26,6 +26,17 @@ def token_limit(request: Request, max_model_len: int) -> int:
     return max_model_len if max_tokens is None else min(max_model_len, request.num_prompt_tokens + max_tokens)
 
 
+def waits_for_result(request: Request, max_model_len: int) -> bool:
+    """Whether a running request with pending tokens has no part in the next step.
+
+    So where what it computes next depends on which tokens these are (a grammar, drafts), and where they are its last:
+    whatever they are, it then ends with them.
+    """
+    if request.spec_token_ids or request.spec.grammar is not None:
+        return True
+    return request.num_tokens + request.num_pending_tokens >= token_limit(request, max_model_len)
+
+
 def find_stop(request: Request, new_token_ids: tuple[int, ...], max_model_len: int) -> Stop | None:
     """The first of new tokens, not yet appended, that ends a request.
 

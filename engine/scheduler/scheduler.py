@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 from engine.config import SchedulingPolicy
 from engine.kv_cache.events import KVEvent
@@ -16,28 +14,16 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.outputs import EngineLoad, EngineOutput, SampledStep, ScheduledStep, SchedulerOutput
 from engine.request import Clock, FinishReason, Request, RequestStatus
 from engine.sampling_params import InvalidParameter
+from engine.scheduler.counts import SchedulerCounts, load_of
 from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.integrity import check_requests
+from engine.scheduler.probation import Probation
 from engine.scheduler.request_queue import RequestQueue
-from engine.scheduler.results import apply_result, last_output, timing_of, token_limit
-from engine.scheduler.step_plan import StepPlan
+from engine.scheduler.results import apply_result, last_output, timing_of, token_limit, waits_for_result
+from engine.scheduler.step_plan import StepPlan, StepsInFlight
 
 BY_ORDER = attrgetter("order")
 NO_WORK = SchedulerOutput(())
-
-
-class SchedulerCounts(NamedTuple):
-    """What happened since the last call of take_counts.
-
-    Attributes:
-        preemptions: times that a request lost its blocks.
-        prefix_queried: tokens of requests that started for the first time and could use the prefix cache.
-        prefix_hit: those of them that it had.
-    """
-
-    preemptions: int = 0
-    prefix_queried: int = 0
-    prefix_hit: int = 0
 
 
 class Scheduler:
@@ -51,7 +37,7 @@ class Scheduler:
     the queue under `priority`. By it requests start, are served within a step, and (backwards) are preempted.
 
     Every running request has a part in every step, for which one token of the budget is kept, unless it has to wait for
-    a step in flight.
+    a step in flight, or for requests on probation: after a step that failed (see Probation).
 
     A step is a schedule(), its execution, and an update() or a fail_step() with the same SchedulerOutput; add() and
     abort() may come between any of these, and so may the schedule() of later steps: the device runs steps in their
@@ -91,7 +77,8 @@ class Scheduler:
         self._waiting = RequestQueue()
         self._sequence = itertools.count()
         self._deadlines = Deadlines()
-        self._in_flight: deque[tuple[SchedulerOutput, StepPlan]] = deque()
+        self._in_flight = StepsInFlight()
+        self._probation = Probation()
         self._released: list[str] = []
         self._early_outputs: list[EngineOutput] = []
         self._counts = SchedulerCounts()
@@ -138,14 +125,15 @@ class Scheduler:
         for request in self._deadlines.pop_overdue(plan.now):
             self._remove(request)
             self._end_early(request, FinishReason.ABORT, plan.now)
-        self._continue_running(plan)
-        self._start_waiting(plan)
+        if self._probation:
+            self._try_alone(plan)
+        else:
+            self._continue_running(plan)
+            self._start_waiting(plan)
         if not plan.steps:
             return NO_WORK
         released, self._released = tuple(self._released), []
-        output = SchedulerOutput(tuple(plan.steps), tuple(plan.starts), released)
-        self._in_flight.append((output, plan))
-        return output
+        return self._in_flight.add(plan, released)
 
     def update(self, output: SchedulerOutput, sampled: Sequence[SampledStep]) -> list[EngineOutput]:
         """Takes in the results of the oldest step in flight; one output for each request that has news.
@@ -153,10 +141,10 @@ class Scheduler:
         Args:
             sampled: one for each of output.steps. Verified drafts give their accepted part and one token more.
         """
-        now = self._clock()
+        now, any_finished = self._clock(), False
         outputs, self._early_outputs = self._early_outputs, []
-        any_finished = False
-        for request, step, result in zip(self._landed(output), output.steps, sampled, strict=True):
+        requests = self._in_flight.land(output)
+        for request, step, result in zip(requests, output.steps, sampled, strict=True):
             if request.is_finished:
                 continue  # aborted while the step ran, or ended by the step before
             news = self._report(request, step, result, now)
@@ -165,25 +153,28 @@ class Scheduler:
                 any_finished = any_finished or news.finish_reason is not None
         if any_finished:
             self._running = [request for request in self._running if not request.is_finished]
+        if self._probation:
+            self._probation.note_passed(requests, output.steps)
         return outputs
 
     def fail_step(self, output: SchedulerOutput, error: str) -> list[EngineOutput]:
-        """Ends the requests of the oldest step in flight, which failed, and forgets the steps after it.
+        """Puts the requests of the oldest step in flight, which failed, on probation, and forgets the steps after it.
 
-        Requests that run and were not in it are preempted, the others wait on; the executor must have forgotten all.
-        Nothing that these steps computed can be matched by a later request: blocks get their names in update().
+        All that run are preempted: the executor must have forgotten them. Nothing that these steps computed can be
+        matched by a later request: blocks get their names in update().
+
+        Returns:
+            The end of the one that failed alone while it was on probation, if there is one.
         """
-        now = self._clock()
-        outputs, self._early_outputs = self._early_outputs, []
-        for request in self._landed(output):
-            if not request.is_finished:
+        outputs = []
+        failed = zip(self._in_flight.drop(output), output.steps, strict=True)
+        for request, step in sorted(failed, key=lambda share: share[0].order):
+            if request in self._probation:
                 self._remove(request)
-                self._finish(request, FinishReason.ERROR, now)
+                self._finish(request, FinishReason.ERROR, self._clock())
                 outputs.append(last_output(request, error))
-        for _, plan in self._in_flight:
-            for request in plan.requests:
-                request.num_pending_tokens = 0
-        self._in_flight.clear()
+            elif not request.is_finished:
+                self._probation.begin(request, step)
         while self._running:
             self._preempt(self._running.pop())
         self._released.clear()
@@ -205,14 +196,7 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         """How busy the engine is. O(running)."""
-        missing = (request.num_wanted_tokens for request in self._running)
-        return EngineLoad(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            queued_prefill_tokens=self._waiting.num_tokens + sum(count for count in missing if count > 1),
-            kv_blocks_used=self._kv.block_pool.num_used,
-            kv_blocks_total=self._kv.block_pool.num_blocks,
-        )
+        return load_of(self._running, self._waiting, self._kv.block_pool)
 
     def take_events(self) -> list[KVEvent]:
         """Changes of the prefix cache since the last call. To be called after every step: they are kept until then."""
@@ -230,8 +214,8 @@ class Scheduler:
         """
         self._kv.check_integrity()
         assert len(self._running) <= self._max_num_seqs, "more requests run than may"
-        plans = [plan for _, plan in self._in_flight]
-        check_requests(self.requests, self._running, self._waiting, plans, self._kv)
+        check_requests(self.requests, self._running, self._waiting, self._in_flight, self._kv)
+        assert set(self._probation) <= set(self.requests.values()), "a request that has ended is on probation"
 
     # ---- schedule ----
 
@@ -240,7 +224,7 @@ class Scheduler:
         while index < len(self._running):
             request = self._running[index]
             kept_for_others = len(self._running) - index - 1
-            if request.num_pending_tokens and self._waits_for_result(request):
+            if request.num_pending_tokens and waits_for_result(request, self._max_model_len):
                 # It may ask for a block when it goes on.
                 plan.promised += 1
                 index += 1
@@ -250,94 +234,88 @@ class Scheduler:
                 # The last token that can be put out is sampled, not drafted.
                 drafts = drafts[: max(token_limit(request, self._max_model_len) - request.num_tokens - 1, 0)]
             count = min(wanted + len(drafts), plan.budget - kept_for_others)
-            blocks = self._allocate_or_preempt(request, count, plan)
-            if blocks is None:
+            if not self._continue(request, count, plan, drafts[: max(count - wanted, 0)]):
                 return  # it was the last in order
-            plan.add_step(
-                request,
-                count,
-                blocks_to_come=self._blocks_to_come(request, request.num_computed_tokens + count),
-                new_blocks=blocks,
-                drafts=drafts[: max(count - wanted, 0)],
-            )
             index += 1
 
-    def _allocate_or_preempt(self, request: Request, count: int, plan: StepPlan) -> list[KVCacheBlock] | None:
-        """Blocks for the request, if need be those of requests behind it; None if it had to go itself."""
+    def _continue(self, request: Request, count: int, plan: StepPlan, drafts: Sequence[int] = ()) -> bool:
+        """A running request's part in the step, if need be with blocks of those behind it; False if it had to go."""
         while (blocks := self._kv.allocate_slots(request, count)) is None:
             victim = self._running.pop()
             # One whose pending token ends it needs no more room; any other fails when it is to start again.
             if not self._running and not victim.num_pending_tokens:
                 self._fail_oversized(victim, plan.now)
-                return None
+                return False
             self._preempt(victim)
             if victim is request:
-                return None
-        return blocks
+                return False
+        blocks_to_come = self._blocks_to_come(request, request.num_computed_tokens + count)
+        plan.add_step(request, count, blocks_to_come=blocks_to_come, new_blocks=blocks, drafts=drafts)
+        return True
 
     def _start_waiting(self, plan: StepPlan) -> None:
         if not self._waiting or len(self._running) >= self._max_num_seqs:
             return
         size = self._kv.block_size
-        being_computed = set(plan.blocks_made_full(size))
-        for _, earlier in self._in_flight:
-            being_computed.update(earlier.blocks_made_full(size))
+        being_computed = {*plan.blocks_made_full(size), *self._in_flight.blocks_made_full(size)}
         held: list[Request] = []
         while self._waiting and plan.budget > 0 and len(self._running) + len(held) < self._max_num_seqs:
             request = self._waiting.peek()
-            if request.status is RequestStatus.PREEMPTED and self._is_in_flight(request):
+            if request.status is RequestStatus.PREEMPTED and request in self._in_flight:
                 break  # its result may add to its tokens, or end it
             cached, missing = self._kv.match_prefix(request)
             if missing in being_computed:
                 # A step soon finds that block (or a failure ends all), so this wait cannot go on without progress.
                 held.append(self._waiting.pop())
-                continue
-            num_cached = len(cached) * size
-            count = min(request.num_tokens - num_cached, plan.budget)
-            # It starts only if all of its tokens have room, else it would lose its first blocks before its last chunk.
-            blocks_to_come = self._blocks_to_come(request, num_cached + count)
-            blocks = self._kv.allocate_slots(request, count, cached, reserve=plan.promised + blocks_to_come)
-            if blocks is None and self._running:
+            elif self._start(request, cached, plan):
+                being_computed.update(request.block_hashes[len(cached) : request.num_computed_tokens // size])
+            elif self._running:
                 break
-            self._waiting.pop()
-            if blocks is None:
+            else:
+                self._waiting.remove(request)
                 self._fail_oversized(request, plan.now)
-                continue
-            self._start(request, num_cached, plan.now)
-            plan.add_start(request, self._kv.req_to_blocks[request.request_id])
-            plan.add_step(request, count, blocks_to_come=blocks_to_come)
-            being_computed.update(request.block_hashes[len(cached) : request.num_computed_tokens // size])
         for request in held:
             self._waiting.push(request)
 
-    def _start(self, request: Request, num_cached: int, now: float) -> None:
+    def _try_alone(self, plan: StepPlan) -> None:
+        """The next part of the first request on probation, as soon as nothing else runs on the device."""
+        if self._in_flight:
+            return
+        request = next(iter(self._probation))
+        if request.is_running:
+            self._continue(request, min(request.num_wanted_tokens, plan.budget), plan)
+            return
+        cached, _ = self._kv.match_prefix(request)
+        while not self._start(request, cached, plan):
+            # Those that have passed make room. There is enough at last: it had room in the step that failed.
+            self._preempt(self._running.pop())
+
+    def _start(self, request: Request, cached: Sequence[KVCacheBlock], plan: StepPlan) -> bool:
+        """Lets a waiting request run; False, and nothing done, where its tokens have no room."""
+        num_cached = len(cached) * self._kv.block_size
+        count = min(request.num_tokens - num_cached, plan.budget)
+        # It starts only if all of its tokens have room, else it would lose its first blocks before its last chunk.
+        blocks_to_come = self._blocks_to_come(request, num_cached + count)
+        if self._kv.allocate_slots(request, count, cached, reserve=plan.promised + blocks_to_come) is None:
+            return False
+        self._waiting.remove(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_cached
         if request.scheduled_at is None:
-            request.scheduled_at = now
+            request.scheduled_at = plan.now
             request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             if self._kv.enable_prefix_caching and not request.owes_prompt_logprobs:
                 preemptions, queried, hit = self._counts
                 self._counts = SchedulerCounts(preemptions, queried + request.num_tokens, hit + num_cached)
         insort(self._running, request, key=BY_ORDER)
+        plan.add_start(request, self._kv.req_to_blocks[request.request_id])
+        plan.add_step(request, count, blocks_to_come=blocks_to_come)
+        return True
 
     def _blocks_to_come(self, request: Request, num_computed: int) -> int:
         """That its present tokens need beyond those for the first num_computed."""
         total = request.num_tokens + request.num_pending_tokens
         return self._kv.blocks_for(total) - self._kv.blocks_for(num_computed) if num_computed < total else 0
-
-    def _waits_for_result(self, request: Request) -> bool:
-        """Whether a running request with pending tokens has no part in the next step.
-
-        So where what it computes next depends on which tokens these are (a grammar, drafts), and where they are its
-        last: whatever they are, it then ends with them.
-        """
-        if request.spec_token_ids or request.spec.grammar is not None:
-            return True
-        return request.num_tokens + request.num_pending_tokens >= token_limit(request, self._max_model_len)
-
-    def _is_in_flight(self, request: Request) -> bool:
-        return any(request in plan.requests for _, plan in self._in_flight)
 
     def _preempt(self, request: Request) -> None:
         self._kv.free(request)
@@ -348,14 +326,6 @@ class Scheduler:
         self._counts = self._counts._replace(preemptions=self._counts.preemptions + 1)
 
     # ---- update ----
-
-    def _landed(self, output: SchedulerOutput) -> list[Request]:
-        """Takes the oldest step out of those in flight, and returns whose its results are."""
-        if not output.steps:
-            return []
-        oldest, plan = self._in_flight.popleft()
-        assert oldest is output, "results come in another order than the steps"
-        return plan.requests
 
     def _report(self, request: Request, step: ScheduledStep, result: SampledStep, now: float) -> EngineOutput | None:
         if result.error is not None:
@@ -399,6 +369,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.finished_at = now
+        self._probation.leave(request)
         del self.requests[request.request_id]
 
     def _finish_in_update(self, request: Request, reason: FinishReason, now: float) -> None:

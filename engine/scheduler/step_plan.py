@@ -1,12 +1,13 @@
-"""A step in the making, and then in flight."""
+"""A step in the making, and those in flight."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.kv_cache.free_block_queue import KVCacheBlock
-from engine.outputs import ScheduledStart, ScheduledStep
+from engine.outputs import ScheduledStart, ScheduledStep, SchedulerOutput
 from engine.request import Request
 
 
@@ -81,3 +82,48 @@ class StepPlan:
             if request.is_running:
                 first = step.num_computed_tokens
                 yield from request.block_hashes[first // block_size : (first + step.num_tokens) // block_size]
+
+
+class StepsInFlight:
+    """Steps that were scheduled and whose results have not been taken in, oldest first. Owned by the Scheduler."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[SchedulerOutput, StepPlan]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[StepPlan]:
+        return (plan for _, plan in self._steps)
+
+    def __contains__(self, request: Request) -> bool:
+        """Whether a request has a part in any of them."""
+        return any(request in plan.requests for plan in self)
+
+    def add(self, plan: StepPlan, released: tuple[str, ...]) -> SchedulerOutput:
+        """A plan is made: what the executor is told of it."""
+        output = SchedulerOutput(tuple(plan.steps), tuple(plan.starts), released)
+        self._steps.append((output, plan))
+        return output
+
+    def land(self, output: SchedulerOutput) -> list[Request]:
+        """Takes the oldest one out, and returns whose its results are."""
+        if not output.steps:
+            return []
+        oldest, plan = self._steps.popleft()
+        assert oldest is output, "results come in another order than the steps"
+        return plan.requests
+
+    def drop(self, output: SchedulerOutput) -> list[Request]:
+        """No results will come of any of them; returns who had a part in the oldest one."""
+        for plan in self:
+            for request in plan.requests:
+                request.num_pending_tokens = 0
+        requests = self.land(output)
+        self._steps.clear()
+        return requests
+
+    def blocks_made_full(self, block_size: int) -> Iterator[bytes]:
+        """See StepPlan."""
+        for plan in self:
+            yield from plan.blocks_made_full(block_size)

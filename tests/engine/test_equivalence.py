@@ -7,6 +7,7 @@ the same tokens, and must be seen to have been that path.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from engine import LLM, RequestOutput, SamplingParams
+from engine.outputs import SchedulerOutput
 from tests.engine.questions import questions
 
 MAX_TOKENS = 40
@@ -97,8 +99,9 @@ def engine(kind: Kind, demo_folder: Path) -> Engine:
         with LLM(str(demo_folder), **arguments) as llm:
             yield llm
             overlapped = metric(llm, "manta_engine_overlapped_steps_total")
-            # All but the first of each burst.
-            least = 0.8 * metric(llm, "manta_engine_steps_total")
+            # All but the first of each burst, and those in which one of eight requests is tried alone after a failure.
+            alone = 8 * metric(llm, "manta_engine_failed_steps_total")
+            least = 0.8 * (metric(llm, "manta_engine_steps_total") - alone)
             assert overlapped > least if arguments["async_scheduling"] else overlapped == 0
 
     return make
@@ -172,6 +175,52 @@ def test_resumed(engine: Engine, alone: list[list[int]]) -> None:
                 rest[output.request_id] = [*rest[output.request_id], *output.new_token_ids]
                 assert output.timing is None or output.timing.num_generated_tokens < MAX_TOKENS
         assert list(rest.values()) == alone
+
+
+@contextmanager
+def failing(llm: LLM, fails: Callable[[SchedulerOutput], bool]) -> Iterator[None]:
+    """Steps of which this is true run, and then their results are lost."""
+    worker = llm.core._executor._worker
+    submit = worker.submit
+
+    def submits(work: SchedulerOutput) -> Any:
+        handle = submit(work)
+        if fails(work):
+            raise MemoryError("no memory for this step")
+        return handle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "submit", submits)
+        yield
+
+
+def test_with_a_failing_step(engine: Engine, alone: list[list[int]]) -> None:
+    """A chunk of the prompts fails, and a step in which all decode."""
+    with engine(max_num_batched_tokens=300) as llm:
+        step = itertools.count(1)
+        with failing(llm, lambda work: next(step) in (3, 40)):
+            assert tokens(llm.generate(prompts(), params(), use_tqdm=False)) == alone
+        assert metric(llm, "manta_engine_failed_steps_total") == 2
+
+
+def test_beside_a_request_that_cannot_run(engine: Engine, alone: list[list[int]]) -> None:
+    """It gets ten tokens, then every step fails that has it; nobody else sees anything of that."""
+    bad = 3
+    ends: dict[str, int] = {}
+
+    def has_bad(work: SchedulerOutput) -> bool:
+        for start in work.starts:
+            if start.spec.seed == params()[bad].seed:
+                ends[start.spec.request_id] = len(start.spec.prompt_token_ids) + 10
+        parts = [part for part in work.steps if part.request_id in ends]
+        return any(part.num_computed_tokens + part.num_tokens >= ends[part.request_id] for part in parts)
+
+    with engine(enable_prefix_caching=False) as llm:
+        with failing(llm, has_bad):
+            outputs = llm.generate(prompts(), params(), use_tqdm=False)
+        assert metric(llm, "manta_engine_failed_steps_total") == 2
+    assert outputs[bad].error == "a step of the engine failed: no memory for this step"
+    assert tokens(outputs) == [*alone[:bad], alone[bad][:10], *alone[bad + 1 :]]
 
 
 def test_all_at_once(engine: Engine, alone: list[list[int]]) -> None:

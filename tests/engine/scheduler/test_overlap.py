@@ -224,19 +224,18 @@ def test_an_id_may_be_used_again_while_steps_of_its_former_owner_are_in_flight()
     assert engine.tokens["a"] == true_output(again, 128)
 
 
-def test_a_failed_step_costs_its_requests_and_those_behind_it_go_on():
+def test_a_request_of_a_failed_step_is_tried_alone_and_those_behind_it_go_on():
     engine = overlapped(seqs=3, budget=16)
     specs = [engine.add("a", prompt(1, 16), max_tokens=5).spec]
     engine.step()
     specs.append(engine.add("b", prompt(2, 6), max_tokens=5).spec)
     engine.loop.start()
     assert in_flight(engine) == [{"a": 16}, {"a": 1, "b": 6}]
-    outputs = engine.take(engine.loop.fail("the device is gone"))
-    assert {name: output.error for name, output in outputs.items()} == {"a": "the device is gone"}
-    request = engine.scheduler.requests["b"]
-    assert (request.status, request.num_pending_tokens) == (RequestStatus.PREEMPTED, 0)
+    assert engine.take(engine.loop.fail("the device is gone")) == {}
+    for request in engine.scheduler.requests.values():
+        assert (request.status, request.num_pending_tokens) == (RequestStatus.PREEMPTED, 0)
     assert engine.kv.block_pool.num_used == 0
-    work, _ = engine.step()
-    assert (work.released, shares(work)) == ((), {"b": 6})
+    steps = [engine.step()[0] for _ in range(3)]
+    assert [(work.released, shares(work)) for work in steps] == [((), {"a": 16}), ((), {}), ((), {"a": 1, "b": 6})]
     engine.finish()
-    assert engine.tokens["b"] == true_output(specs[1], 128)
+    assert [engine.tokens[name] for name in "ab"] == [true_output(spec, 128) for spec in specs]

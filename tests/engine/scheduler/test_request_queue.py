@@ -41,6 +41,16 @@ def test_a_request_that_was_taken_can_be_put_back():
     assert [queue.pop(), queue.pop()] == [requests[0], requests[1]]
 
 
+def test_a_request_that_was_removed_can_come_back():
+    queue, requests = waiting(0, 1, 2)
+    for _ in range(2):
+        queue.remove(requests[1])
+        queue.push(requests[1])
+    assert (len(queue), sorted(queue, key=lambda request: request.order)) == (3, list(requests.values()))
+    assert [queue.pop() for _ in range(3)] == [requests[0], requests[1], requests[2]]
+    assert not queue
+
+
 def test_tokens_of_those_that_wait_are_counted():
     queue, requests = waiting(0, 1, 2)
     assert queue.num_tokens == 1 + 2 + 3

@@ -1,5 +1,5 @@
 from engine.request import FinishReason, RequestStatus
-from engine.scheduler.scheduler import SchedulerCounts
+from engine.scheduler.counts import SchedulerCounts
 from tests.engine.scheduler.device import make_request, shares, true_output
 from tests.engine.scheduler.engine import BLOCK, Engine, prompt
 

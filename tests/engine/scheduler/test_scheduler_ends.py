@@ -160,21 +160,26 @@ def test_deadlines_of_ended_requests_do_not_pile_up():
     assert len(engine.scheduler._deadlines) < 100
 
 
-def test_a_failed_step_costs_its_requests_and_leaves_nothing_in_the_cache():
+def test_a_failed_step_leaves_nothing_in_the_cache_and_costs_who_fails_again():
     engine = Engine(seqs=2)
     for number, name in enumerate("abc"):
         engine.add(name, prompt(number, 8), max_tokens=4)
     work = engine.scheduler.schedule()
     engine.device.fail(work)
-    outputs = engine.scheduler.fail_step(work, "the device is gone")
-    assert [(output.request_id, output.finish_reason, output.error) for output in outputs] == [
-        ("a", FinishReason.ERROR, "the device is gone"),
-        ("b", FinishReason.ERROR, "the device is gone"),
-    ]
+    assert engine.scheduler.fail_step(work, "the device is gone") == []
     assert engine.kv.block_pool.num_used == 0
     engine.scheduler.check_integrity()
-    engine.add("again", prompt(0, 8), max_tokens=4)
     work, _ = engine.step()
-    assert work.released == ()
-    assert shares(work) == {"c": 8, "again": 8}
-    engine.finish()
+    assert (work.released, shares(work)) == ((), {"a": 8})
+    work = engine.scheduler.schedule()
+    assert (work.released, shares(work)) == ((), {"b": 8})
+    engine.device.fail(work)
+    (output,) = engine.scheduler.fail_step(work, "it is gone")
+    assert (output.request_id, output.finish_reason, output.error) == ("b", FinishReason.ERROR, "it is gone")
+    assert engine.kv.block_pool.num_used == 0
+    engine.scheduler.check_integrity()
+    engine.add("again", prompt(1, 8), max_tokens=4)
+    work, _ = engine.step()
+    # The block that a's successful step made full was stored, those of b were not.
+    assert (work.released, shares(work)) == ((), {"a": 1, "c": 8})
+    assert engine.finish()["again"].num_cached_tokens == 0

@@ -44,6 +44,7 @@ class EngineLife(RuleBasedStateMachine):
         self.prompt_rows: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
         self.router: set[bytes] = set()
+        self.failed_together: set[str] = set()
 
     @rule(
         family=st.integers(0, len(FAMILIES) - 1),
@@ -94,8 +95,11 @@ class EngineLife(RuleBasedStateMachine):
         assert work.num_tokens <= self.scheduler._max_num_batched_tokens
         waits = {request.request_id for request in self.scheduler._running}
         waits -= {step.request_id for step in work.steps}
-        # Whoever ran before and runs still has its part, or waits for a token in flight.
-        assert waits <= unknown
+        if self.scheduler._probation:
+            assert len(work.steps) + len(before) <= 1
+        else:
+            # Whoever ran before and runs still has its part, or waits for a token in flight.
+            assert waits <= unknown
         starts = {start.spec.request_id for start in work.starts}
         for step in work.steps:
             request = self.scheduler.requests[step.request_id]
@@ -140,7 +144,19 @@ class EngineLife(RuleBasedStateMachine):
             case "reset the cache":
                 assert self.kv.reset_prefix_cache() == (not self.kv.req_to_blocks)
             case "fail":
-                self.take(self.loop.fail("broken"))
+                self.fail()
+
+    def fail(self) -> None:
+        """The oldest step fails. It costs a request that was alone in it because of another failure, and no others."""
+        if not self.loop.in_flight:
+            self.loop.start()
+        failed = [step.request_id for work in list(self.loop.in_flight)[:1] for step in work.steps]
+        outputs = self.loop.fail("broken")
+        ended = [output.request_id for output in outputs if output.error == "broken"]
+        assert ended in ([], failed)
+        assert self.failed_together.issuperset(ended)
+        self.failed_together.update(failed)
+        self.take(outputs)
 
     def take(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
