@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TRITON := 3.9.0
 
-.PHONY: setup serve test lint format bench-peers
+.PHONY: setup serve test lint format faults bench-peers bench-serve
 
 setup: $(INSTALLED)
 
@@ -26,9 +26,8 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 
 serve: setup
 	@$(BIN)/manta models fetch demo
-	@$(BIN)/manta check serve_configs/demo.yaml
 	@echo "Starting the service; after its line 'service_ready', talk to it with: $(BIN)/manta chat" >&2
-	@RAY_USAGE_STATS_ENABLED=0 $(BIN)/serve run serve_configs/demo.yaml
+	@RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/manta serve serve_configs/demo.yaml
 
 lint: setup
 	$(BIN)/ruff check .
@@ -42,7 +41,16 @@ format: setup
 test: lint
 	$(BIN)/python -m pytest
 
+# Breaks replicas, ingresses, steps and clients of a running service, and prints what others see; 1 if that is wrong.
+# JSON=FILE writes the rows.
+faults: setup
+	@RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m tests.faults $(if $(JSON),--json $(JSON))
+
 # JSON=FILE writes the figures. Each engine gets a virtual environment of its own in the cache folder (minutes, once);
 # TORCH_INDEX_URL is where a CPU build of torch comes from where the usual index has none.
 bench-peers: setup
 	$(BIN)/python -m tests.perf.peers $(if $(JSON),--json $(JSON))
+
+# The demo service over HTTP beside its own engine; BESIDE="manta-haproxy vllm" adds Ray Serve's other ways, or vLLM's server.
+bench-serve: setup
+	$(BIN)/python -m tests.perf.serve $(if $(JSON),--json $(JSON)) $(if $(BESIDE),--beside $(BESIDE))

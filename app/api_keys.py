@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from app.config import Access, ApiKey
+from app.config import UNKNOWN_KEY, Access, ApiKey
 
 _KEYS = TypeAdapter(list[ApiKey])
 
@@ -63,20 +63,25 @@ def load_keys(access: Access, environ: Mapping[str, str]) -> list[ApiKey] | None
 def _parse(text: str, where: str) -> list[ApiKey]:
     """From YAML. Of what is wrong the place is told and the rule, never the text: it may be a key."""
     try:
-        keys = _KEYS.validate_python(yaml.safe_load(text))
-    except yaml.YAMLError as error:
+        content = yaml.safe_load(text)
+    except Exception as error:  # a value that is not what its tag says is a ValueError, KeyError or AttributeError
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f" in line {mark.line + 1}"
         raise KeysUnreadable(f"{where}: is not YAML{line}") from None
+    try:
+        keys = _KEYS.validate_python(content)
     except ValidationError as failure:
         first = failure.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
-        raise KeysUnreadable(": ".join(filter(None, (where, place, first["msg"])))) from None
+        rule = first["msg"] if first["type"] != UNKNOWN_KEY else f"unknown key; known: {', '.join(ApiKey.model_fields)}"
+        raise KeysUnreadable(": ".join(filter(None, (where, place, rule)))) from None
     if not keys:
         raise KeysUnreadable(f"{where}: has no key, so that nobody could use the service")
     for attribute in ("name", "hash"):
-        values = [getattr(key, attribute) for key in keys]
-        for index, value in enumerate(values):
-            if value in values[:index]:
+        seen = set()
+        for index, key in enumerate(keys):
+            value = getattr(key, attribute)
+            if value in seen:
                 raise KeysUnreadable(f"{where}: {index}.{attribute}: is used twice")
+            seen.add(value)
     return keys

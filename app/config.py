@@ -17,14 +17,20 @@ from engine.sampling_params import InvalidParameter
 CONTROL_CALLS = 64
 """Room in Ray's limit on a replica's calls for its streams (one an ingress) and for short messages."""
 
+ORIGIN = re.compile(r"https?://(?:[a-z0-9.-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+"""As a browser writes a page's origin."""
+
 KEY_NAME = "[A-Za-z0-9_.-]{1,64}"
 """The pattern of an API key's name, which goes into errors and logs."""
+
+UNKNOWN_KEY = "unknown_key"
+"""The type of the errors that show a key of what was given."""
 
 
 class _Strict(BaseModel):
     """Refuses unknown keys, saying which known one may have been meant."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -35,7 +41,7 @@ class _Strict(BaseModel):
                     near = get_close_matches(str(key), cls.model_fields, n=1)
                     known = ", ".join(cls.model_fields)
                     hint = f"did you mean '{near[0]}'?" if near else f"known: {known}"
-                    raise PydanticCustomError("unknown_key", "{message}", {"message": f"unknown key '{key}'; {hint}"})
+                    raise PydanticCustomError(UNKNOWN_KEY, "{message}", {"message": f"unknown key '{key}'; {hint}"})
         return given
 
 
@@ -84,7 +90,10 @@ class ModelDeployment(_Strict):
     gpu_memory_gb: float | None = Field(
         default=None,
         gt=0,
-        description="Least memory of the GPUs it runs on; a cluster that has no such GPU is told so at once.",
+        description=(
+            "Least memory of the GPUs it runs on. Replicas keep away from kinds that are known to have less, and a "
+            "cluster that has no other is told so at once."
+        ),
     )
     resources: dict[str, float] = Field(
         default_factory=dict, description="Custom Ray resources of a replica, such as a node type."
@@ -93,6 +102,14 @@ class ModelDeployment(_Strict):
         default=256,
         ge=0,
         description="Requests that may wait in a replica beyond those that it runs; more are answered with 429.",
+    )
+    max_queue_wait_s: float | None = Field(
+        default=60.0,
+        gt=0,
+        description=(
+            "Seconds in which a new request must be expected to start; if not, it is answered with 429 at once. Few "
+            "clients, and few balancers, wait longer for a first byte. null leaves it to max_queued_requests."
+        ),
     )
     max_ongoing_requests: int | None = Field(
         default=None,
@@ -201,14 +218,49 @@ class Ingress(_Strict):
         description="Seconds in which a request's body must have arrived; then 408, and the connection is closed.",
     )
     max_choices: int = Field(default=256, ge=1, description="Most completions of one request: prompts times n.")
+    max_logprobs: int = Field(
+        default=1 << 17,
+        ge=1,
+        description=(
+            "Most log-probabilities in one answer, of its outputs (choices, times max_tokens, times one and the "
+            "alternatives) and again of its prompts. A thousand take some 10 ms of this process and 80 KB."
+        ),
+    )
     request_timeout_s: float | None = Field(
         default=None, gt=0, description="Seconds until a request that still runs is given up with 504; null is never."
+    )
+    idle_timeout_s: float | None = Field(
+        default=600.0,
+        gt=0,
+        description=(
+            "Seconds without a token after which a request is given up with 504, in a queue or between two tokens; "
+            "longer than the models' resume_wait_s, in which a request waits for another replica. null is never."
+        ),
+    )
+    cors_origins: list[str] = Field(
+        default_factory=list,
+        description=(
+            "Web pages whose scripts may call the service, by their origins (`https://chat.example.com`); `*` is all. "
+            "None by default: browsers then keep the answers from every other page."
+        ),
+    )
+    grpc_clients: Literal["local", "all"] = Field(
+        default="local",
+        description=(
+            "Whose gRPC calls are answered: `local` is programs on the machine of the proxy that they call. Serve's "
+            "gRPC proxy listens on all interfaces, whatever `http_options` says, and does not know TLS."
+        ),
     )
     heartbeat_s: float = Field(
         default=15.0, gt=0, description="Seconds between SSE comments on a stream that has nothing to say yet."
     )
     coalesce_s: float = Field(
-        default=0.08, ge=0, description="Most seconds that a token waits for others of its stream under load."
+        default=0.08,
+        ge=0,
+        description=(
+            "Most seconds that a replica gathers tokens under load, those between a request's first and its last; an "
+            "ingress may add half as many."
+        ),
     )
     metrics_timeout_s: float = Field(
         default=2.0,
@@ -218,12 +270,24 @@ class Ingress(_Strict):
             "so are all ingresses but the one that is asked."
         ),
     )
+    metrics_max_age_s: float = Field(
+        default=1.0, ge=0, description="Seconds for which whoever asks for /metrics gets the page that is there."
+    )
     health_check_period_s: float = Field(default=5.0, gt=0, description="Seconds between health checks.")
     health_check_timeout_s: float = Field(default=30.0, gt=0, description="Seconds a health check may take.")
     graceful_shutdown_timeout_s: float = Field(
         default=120.0, ge=0, description="Seconds that a stopping ingress has to finish its requests."
     )
     access_log: bool = Field(default=True, description="Log one line a request.")
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                text = f"'{origin}': must be `*`, or http:// or https:// and a host in lower case, without a path"
+                raise PydanticCustomError("origin", "{message}", {"message": text})
+        return origins
 
 
 class ApiKey(_Strict):
@@ -237,7 +301,11 @@ class ApiKey(_Strict):
         default=None, gt=0, description="Requests of any kind, but for /health, /ready, /version and /metrics."
     )
     tokens_per_minute: float | None = Field(default=None, gt=0, description="Tokens of prompts and of output together.")
-    concurrent_requests: int | None = Field(default=None, ge=1, description="Requests that may run at a time.")
+    concurrent_requests: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests that may run at a time; one for several choices (prompts times n) counts as so many.",
+    )
     priority: int = Field(
         default=0,
         description=(
@@ -261,11 +329,21 @@ class Access(_Strict):
         min_length=1,
         description="The same, the list being in this environment variable of the ingresses.",
     )
+    isolate_prefix_cache: bool = Field(
+        default=False,
+        description=(
+            "Whether a prompt shares cached prefixes with prompts of the same key alone. If not, a client can learn "
+            "from `cached_tokens` and from the time to a first token that another key has sent a prefix."
+        ),
+    )
 
     @model_validator(mode="after")
     def _one_of_three(self) -> "Access":
         if self.open + (self.keys_file is not None) + (self.keys_env is not None) != 1:
             text = "say who may use the service: either `keys_file`, or `keys_env`, or `open: true` for everyone"
+            raise PydanticCustomError("access", "{message}", {"message": text})
+        if self.open and self.isolate_prefix_cache:
+            text = "isolate_prefix_cache: keys tell clients apart, and `open: true` knows none"
             raise PydanticCustomError("access", "{message}", {"message": text})
         return self
 

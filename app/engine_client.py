@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import Any
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
@@ -18,6 +18,7 @@ from app.transport import (
     EngineFailed,
     KVSnapshot,
     NoReplica,
+    QueueFull,
     ReplicaDied,
     StreamItem,
     TransportError,
@@ -32,6 +33,10 @@ RETIRE_AFTER_S = 1.0
 """How long the stream of a replica that takes no more requests stays open after the last one that is known to run
 there: a call that was sent just before may not be known yet."""
 
+MAX_REFUSALS = 4
+"""Replicas whose queues may be full before a request is refused: enough to find room where there is some, and a bound
+on what a service that is full has to do for each request."""
+
 REOPEN_PAUSE_S = 0.2
 ABORT_RETRY_S = 0.05
 
@@ -39,9 +44,10 @@ ABORT_RETRY_S = 0.05
 class _Call:
     """One prompt's way through a replica, as the ingress sees it."""
 
-    def __init__(self, requests: tuple[EngineRequest, ...], started: float) -> None:
+    def __init__(self, requests: tuple[EngineRequest, ...], started: float, *, on_trial: bool = False) -> None:
         self.requests = requests
         self.started = started
+        self.on_trial = on_trial
         self.unfinished = {request.request_id for request in requests}
         self.outputs: list[EngineOutput] = []
         self.error: Exception | None = None
@@ -111,15 +117,23 @@ class RayEngineClient:
         ingress_id: this process's name towards the replicas, unique over time.
         ingress: this process's actor; replicas abort what it leaves behind. None where there is no actor.
         replica_wait_s: how long a request waits while no replica is up, one may be starting.
+        gather_s: how long tokens may wait for others on a replica that has many of this ingress's prompts.
     """
 
     def __init__(
-        self, handle: DeploymentHandle[Any], *, ingress_id: str, ingress: ActorHandle[Any] | None, replica_wait_s: float
+        self,
+        handle: DeploymentHandle[Any],
+        *,
+        ingress_id: str,
+        ingress: ActorHandle[Any] | None,
+        replica_wait_s: float,
+        gather_s: float = 0.0,
     ) -> None:
         self._handle = handle
         self._ingress_id = ingress_id
         self._ingress = ingress
         self._replica_wait_s = replica_wait_s
+        self._gather_s = gather_s
         self._index = replica_index(handle.app_name, handle.deployment_name)
         self._links: dict[str, _Link] = {}
         self._calls: dict[str, _Call] = {}
@@ -137,9 +151,11 @@ class RayEngineClient:
         """What is known of the replicas."""
         return self._index
 
-    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncIterator[list[EngineOutput]]:
-        """See EngineClient. Close the iterator (`aclosing`) where it is left early."""
-        call = _Call(tuple(requests), self._loop.time())
+    async def generate(
+        self, requests: Sequence[EngineRequest], *, on_trial: bool = False
+    ) -> AsyncIterator[list[EngineOutput]]:
+        """See ReplicaClient. Close the iterator (`aclosing`) where it is left early."""
+        call = _Call(tuple(requests), self._loop.time(), on_trial=on_trial)
         self._index.begin(call.call_id, len(requests))
         for request in requests:
             self._calls[request.request_id] = call
@@ -219,21 +235,37 @@ class RayEngineClient:
     async def _run(self, call: _Call) -> None:
         """The unary call of a prompt, from its start to its end."""
         try:
-            call.response = self._generate.remote(call.requests, self._ingress_id)
-            end: CallEnd = await call.response
+            end = await self._place(call)
         except asyncio.CancelledError:
             # Where nobody cancelled us, Ray cancelled the call: its replica was stopped.
             call.fail(ReplicaDied("the replica was stopped"))
             return
         except Exception as error:
-            call.fail(_transport_error(error))
+            call.fail(_transport_error(error, call.call_id))
             return
         if end.error is not None:
-            call.fail(end.error)
+            # Where Ray sent the call to two replicas, one may refuse what the other serves.
+            if call.stream_id in (None, end.stream_id):
+                call.fail(end.error)
         elif call.unfinished:
             call.stream_id = call.stream_id or end.stream_id
             if all(link.stream_id != call.stream_id for link in self._links.values()):
                 call.fail(ReplicaDied("the stream from the replica broke"))
+
+    async def _place(self, call: _Call) -> CallEnd:
+        """Finds a replica that takes a call; its end there. The call goes on to others while it is refused.
+
+        Of several refusals the one stands that promises room soonest.
+        """
+        ends: list[CallEnd] = []
+        while True:
+            call.response = self._generate.remote(call.requests, self._ingress_id, call.on_trial)
+            end: CallEnd = await call.response
+            if not isinstance(end.error, QueueFull):
+                return end
+            ends.append(end)
+            if not self._index.refuse(call.call_id) or len(ends) == MAX_REFUSALS:
+                return min(ends, key=_retry_after)
 
     def _expect_replica(self) -> None:
         self._loop.call_later(self._replica_wait_s, self._fail_unrouted)
@@ -278,7 +310,11 @@ class RayEngineClient:
             stream: Any = None
             try:
                 stream = self._outputs.remote(
-                    self._ingress_id, link.stream_id, self._ingress, pinned_to=link.replica_id
+                    self._ingress_id,
+                    link.stream_id,
+                    self._ingress,
+                    pinned_to=link.replica_id,
+                    gather_s=self._gather_s,
                 )
                 async for data in stream:
                     self._receive(link, unpack(data))
@@ -318,7 +354,7 @@ class RayEngineClient:
         if link.snapshot_task is not None:
             # It would come into a later stream's events.
             link.snapshot_task.cancel()
-        self._index.forget_blocks(link.replica_id)
+        self._index.lose(link.replica_id)
         for call in set(self._calls.values()):
             if call.stream_id == stream_id:
                 call.fail(ReplicaDied("the stream from the replica broke"))
@@ -374,17 +410,24 @@ class RayEngineClient:
         return task
 
 
-def _transport_error(error: Exception) -> Exception:
+def _retry_after(end: CallEnd) -> float:
+    return end.error.retry_after_s if isinstance(end.error, QueueFull) else 0.0
+
+
+def _transport_error(error: Exception, call_id: str) -> Exception:
     """What a failed handle call means to the request that it carried."""
     cause = getattr(error, "cause", None) or error
     match cause:
         case TransportError():
             return cause
-        case RayActorError():
+        case RayTaskError():
+            pass  # raised by the replica's code: it lives
+        case RayError():
+            # RayActorError above all; an OutOfMemoryError where Ray's memory monitor killed it.
             return ReplicaDied("the replica died while it served the request")
         case RequestCancelledError():
             return ReplicaDied("the replica was stopped")
         case RayServeException():
             return NoReplica(f"no replica takes the request: {cause}")
-    logger.error("generate_failed", exc_info=error)
+    logger.error("generate_failed request_id=%s", call_id, exc_info=error)
     return EngineFailed("the engine met a fault of its own")

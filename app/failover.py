@@ -8,17 +8,35 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
-from app.transport import EngineClient, EngineFailed, NoReplica, QueueFull, ReplicaDied, TransportError
+from app.transport import (
+    PROVEN_TOKENS,
+    EngineFailed,
+    NoReplica,
+    QueueFull,
+    ReplicaClient,
+    ReplicaDied,
+    TransportError,
+)
 from engine.outputs import EngineOutput
 from engine.request import Clock, EngineRequest, FinishReason
 
 logger = logging.getLogger("ray.serve")
 
 MAX_DEATHS = 3
-"""Replicas that may die under a request in a row; if it got no token between them it is taken to be the cause."""
+"""Replicas that may die under a request in a row; if it proved itself on none of them, it is taken to be the cause.
+
+It is not alone there: those beside it go from one dying replica to the next with it. So the last attempt is a trial, in
+which a replica has no other suspect, and those who are innocent prove it (see transport.PROVEN_TOKENS).
+"""
+
+MAX_DEATHS_IN_ALL = 10
+"""Replicas that may die under one request, whatever it got from each: no request is tried for ever."""
 
 RETRY_PAUSE_S = 0.2
-"""Between two attempts: Ray may take a moment to see that a replica is gone, or that another one is there."""
+"""Before an attempt: Ray may take a moment to see that a replica is gone, or that another one is there."""
+
+LONGEST_PAUSE_S = 2.0
+"""Pauses double while nobody takes the request, up to this."""
 
 
 class ResumingClient:
@@ -30,12 +48,12 @@ class ResumingClient:
     Args:
         client: serves the attempts.
         resume_wait_s: how long a request that has lost its replica waits for another that takes it.
-        on_resume: called at each attempt beyond a request's first.
+        on_resume: called each time that a request has lost its replica and is tried on another.
     """
 
     def __init__(
         self,
-        client: EngineClient,
+        client: ReplicaClient,
         *,
         resume_wait_s: float,
         on_resume: Callable[[], None] = lambda: None,
@@ -62,16 +80,20 @@ class ResumingClient:
             while pending:
                 by_name = {sequence.name: sequence for sequence in sequences.values()}
                 # An engine client's iterators are generators, which is what closing them is about.
-                attempt = cast(AsyncGenerator[list[EngineOutput], None], self._client.generate(pending))
+                attempt = cast(
+                    AsyncGenerator[list[EngineOutput], None],
+                    self._client.generate(pending, on_trial=recovery.is_suspect),
+                )
                 try:
                     async with aclosing(attempt):
                         async for outputs in attempt:
-                            recovery.note(outputs)
                             yield [by_name[output.request_id].take(output) for output in outputs]
                     return
                 except (ReplicaDied, NoReplica, QueueFull) as error:
+                    if isinstance(error, ReplicaDied):
+                        recovery.note_death(error, is_proven=all(each.is_proven for each in by_name.values()))
+                        self._on_resume()
                     await recovery.wait(error, pending)
-                    self._on_resume()
                 left = [sequence for sequence in sequences.values() if not sequence.finished]
                 if ended := [sequence.end_aborted() for sequence in left if sequence.is_aborted]:
                     yield ended
@@ -102,6 +124,7 @@ class _Sequence:
         self.is_aborted = False
         self._spec = spec
         self._token_ids = list(spec.output_token_ids)
+        self._num_before = len(self._token_ids)
         self._num_prompt_logprobs = spec.num_prompt_logprobs
 
     def take(self, output: EngineOutput) -> EngineOutput:
@@ -112,12 +135,18 @@ class _Sequence:
         self.finished = output.finished
         return output if self.name == self._spec.request_id else replace(output, request_id=self._spec.request_id)
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether the present attempt has come so far that it is not what its replica dies of."""
+        return self.finished or len(self._token_ids) - self._num_before >= PROVEN_TOKENS
+
     def end_aborted(self) -> EngineOutput:
         return self.take(EngineOutput(self.name, finish_reason=FinishReason.ABORT))
 
     def rest(self, attempt: int) -> EngineRequest:
         """What another replica has to do."""
         self.name = f"{self._spec.request_id}~{attempt}"
+        self._num_before = len(self._token_ids)
         return replace(
             self._spec,
             request_id=self.name,
@@ -138,13 +167,36 @@ class _Recovery:
         self._wait_s = wait_s
         self._clock = clock
         self._lost_at: float | None = None
+        self._just_lost = False
+        self._pause_s = RETRY_PAUSE_S
         self._dead: set[str | None] = set()
+        self._deaths = 0
 
-    def note(self, outputs: Sequence[EngineOutput]) -> None:
-        """Whatever a replica gives shows that the request does not kill it at once."""
-        if any(output.new_token_ids or output.prompt_logprobs is not None for output in outputs):
-            self._lost_at = None
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the next death under it would be the last."""
+        return len(self._dead) >= MAX_DEATHS - 1
+
+    def note_death(self, error: ReplicaDied, *, is_proven: bool) -> None:
+        """A replica died.
+
+        Args:
+            is_proven: whether all sequences had come so far on it that none of them can be the cause.
+
+        Raises:
+            EngineFailed: that was the last one.
+        """
+        if is_proven:
             self._dead.clear()
+        # Of one that is not known by name nobody can say that it is yet another one.
+        if is_proven or error.replica_id not in self._dead:
+            self._dead.add(error.replica_id)
+            self._deaths += 1
+            self._lost_at = self._clock()
+            self._just_lost = True
+            self._pause_s = RETRY_PAUSE_S
+        if len(self._dead) >= MAX_DEATHS or self._deaths >= MAX_DEATHS_IN_ALL:
+            raise EngineFailed(f"the request was given up: {self._deaths} replicas that served it died") from error
 
     async def wait(self, error: TransportError, pending: Sequence[EngineRequest]) -> None:
         """Returns when it is time for another attempt.
@@ -152,15 +204,11 @@ class _Recovery:
         Raises:
             TransportError: there is to be none.
         """
-        now = self._clock()
-        if isinstance(error, ReplicaDied):
-            # Of one that is not known by name nobody can say that it is yet another one.
-            self._dead.add(error.replica_id)
-            if len(self._dead) >= MAX_DEATHS:
-                raise EngineFailed(f"the request was given up: {MAX_DEATHS} replicas that served it died") from error
-            self._lost_at = now if self._lost_at is None else self._lost_at
-        if self._lost_at is None or now - self._lost_at >= self._wait_s:
+        if self._lost_at is None or (not self._just_lost and self._clock() - self._lost_at >= self._wait_s):
             raise error
         self.attempts += 1
-        logger.warning("resuming request_id=%s attempt=%d reason=%s", pending[0].request_id, self.attempts, error)
-        await asyncio.sleep(RETRY_PAUSE_S)
+        if self._just_lost:
+            self._just_lost = False
+            logger.warning("resuming request_id=%s attempt=%d reason=%s", pending[0].request_id, self.attempts, error)
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

@@ -1,4 +1,4 @@
-"""The deployment that speaks HTTP: it makes the OpenAI-compatible application and gives it the models to serve."""
+"""The deployment that speaks HTTP and gRPC: it makes the application and gives it the models to serve."""
 
 import asyncio
 import contextvars
@@ -16,14 +16,19 @@ from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app import proxy
 from app.api_keys import load_keys
 from app.config import ModelDeployment, ServiceConfig
 from app.engine_client import RayEngineClient
 from app.failover import ResumingClient
+from app.grpc.exchange import GrpcSide
+from app.grpc.metrics import GrpcMetrics
+from app.grpc.servicer import GrpcServicer
 from app.logs import log_through_serve
-from app.metrics import collect_families, labelled, render
+from app.metrics import SharedPage, collect_families, labelled, render
 from app.openai.application import create_app
 from app.openai.auth import KeyRing
+from app.openai.intake import Intake
 from app.openai.metrics import IngressMetrics
 from app.openai.served_model import Limits, ServedModel
 from app.transport import NoReplica
@@ -57,7 +62,7 @@ class RayReceive:
 
 
 @serve.ingress()
-class IngressDeployment:
+class IngressDeployment(GrpcServicer):
     """One ingress process. Everything runs on Serve's loop for user code.
 
     Args:
@@ -69,8 +74,19 @@ class IngressDeployment:
         log_through_serve()
         self._config = config
         keys = load_keys(config.access, os.environ)
-        self._keys = None if keys is None else KeyRing(keys, time.time, shares=config.ingress.num_replicas)
-        self._closing = False
+        self._keys = None
+        if keys is not None:
+            isolate = config.access.isolate_prefix_cache
+            self._keys = KeyRing(keys, time.time, shares=config.ingress.num_replicas, isolate_prefix_cache=isolate)
+        self._intake = Intake()
+        if not config.access.open and os.environ.get(proxy.VARIABLE) != proxy.CALLBACK:
+            # The proxy of this node has the environment that this process has.
+            logger.warning(
+                "proxy_obeys_clients: x-request-disconnect-disabled and other headers of Ray's take effect; start Ray "
+                "with %s=%s on every node, or the service with `manta serve`",
+                proxy.VARIABLE,
+                proxy.CALLBACK,
+            )
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
         self._own_deployment = (context.deployment, context.app_name)
@@ -86,7 +102,10 @@ class IngressDeployment:
             max_body_bytes=ingress.max_body_bytes,
             body_timeout=ingress.body_timeout_s,
             max_choices=ingress.max_choices,
+            max_logprobs=ingress.max_logprobs,
             request_timeout=ingress.request_timeout_s,
+            idle_timeout=ingress.idle_timeout_s,
+            cors_origins=ingress.cors_origins,
             heartbeat=ingress.heartbeat_s,
             coalesce=ingress.coalesce_s,
         )
@@ -95,20 +114,35 @@ class IngressDeployment:
             limits,
             metrics,
             self._check_models,
-            self._gather_metrics,
+            SharedPage(self._gather_metrics, ingress.metrics_max_age_s).get,
             ready=self._check_ready,
             keys=self._keys,
+            intake=self._intake,
             shows_request_id=False,  # Serve's proxy draws the id and adds it to the answer
         )
         app.add_middleware(RayReceive)
+        self.grpc_side = GrpcSide(
+            service=app.state.service,
+            keys=self._keys,
+            intake=self._intake,
+            metrics=GrpcMetrics(self._registry),
+            local_only=ingress.grpc_clients == "local",
+            check_ready=self._check_ready,
+        )
         return app
 
     async def own_metrics(self) -> tuple[str, list[Metric]]:
         """This process's replica id and metrics; other ingresses ask for them."""
         return self._replica_id, collect_families(self._registry)
 
+    async def drain(self, wait_s: float) -> int:
+        """Takes no more requests, and waits so long for those that are served; how many there are then."""
+        self._intake.close()
+        return await self._intake.drained(wait_s)
+
     async def __del__(self) -> None:
-        self._closing = True
+        if intake := getattr(self, "_intake", None):
+            intake.close()
         if announcement := getattr(self, "_announcement", None):
             announcement.cancel()
         for client in getattr(self, "_clients", {}).values():
@@ -120,6 +154,7 @@ class IngressDeployment:
             ingress_id=self._replica_id,
             ingress=ray.get_runtime_context().current_actor,
             replica_wait_s=config.replica_wait_s,
+            gather_s=self._config.ingress.coalesce_s,
         )
 
     def _served(self, model: ModelDeployment, metrics: IngressMetrics) -> ServedModel:
@@ -153,7 +188,7 @@ class IngressDeployment:
             raise NoReplica(f"no replica is up of: {', '.join(down)}")
 
     async def _check_ready(self) -> None:
-        if self._closing:
+        if self._intake.closed:
             raise NoReplica("the service is shutting down")
         await self._check_models()
 

@@ -11,9 +11,12 @@ from ray.serve.schema import LoggingConfig
 from app.config import CONTROL_CALLS, ModelDeployment, ServiceConfig
 from app.ingress import IngressDeployment
 from app.replica import LLMReplica
-from app.requirements import check_cluster
+from app.requirements import check_cluster, node_labels
 
 INGRESS_NAME = "ingress"
+
+ROUNDING = 1e-9
+"""What keeps a whole number of replicas from being rounded up to the next one."""
 
 
 def build(config: ServiceConfig) -> serve.Application:
@@ -23,9 +26,9 @@ def build(config: ServiceConfig) -> serve.Application:
         MissingResources: the cluster it is built on cannot run it, and does not grow.
     """
     if ray.is_initialized() and not config.cluster_autoscales:
-        check_cluster(config.models, ray.nodes())
-    models = {model.name: _replicas(model, config.log_level) for model in config.models}
+        check_cluster(config.models, config.ingress, ray.nodes())
     ingress = config.ingress
+    models = {model.name: _replicas(model, ingress.num_replicas, config.log_level) for model in config.models}
     deployment = serve.deployment(
         name=INGRESS_NAME,
         num_replicas=ingress.num_replicas,
@@ -40,19 +43,40 @@ def build(config: ServiceConfig) -> serve.Application:
     return deployment(IngressDeployment).bind(config, models)
 
 
-def _number_of_replicas(model: ModelDeployment) -> dict[str, Any]:
+def _number_of_replicas(model: ModelDeployment, num_streams: int) -> dict[str, Any]:
+    """How many there are, or the policy that says so.
+
+    Ray counts a replica's open streams of outputs as requests that it has. With so many more to be had, and with
+    this factor on the way from the present number to the desired one, its policy comes to requests / target again:
+    replicas + (target + streams) / target * ((requests + streams * replicas) / (target + streams) - replicas).
+
+    Args:
+        num_streams: those that each replica always has, one for each ingress.
+    """
     if model.autoscaling is None:
         return {"num_replicas": model.num_replicas}
-    return {"autoscaling_config": AutoscalingConfig(**model.autoscaling.model_dump())}
+    target = model.autoscaling.target_ongoing_requests
+    counted = target + num_streams
+    factor = counted / target
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            **model.autoscaling.model_dump(exclude={"target_ongoing_requests"}),
+            target_ongoing_requests=counted,
+            upscaling_factor=factor * (1 - ROUNDING),
+            downscaling_factor=factor * (1 + ROUNDING),
+        )
+    }
 
 
-def _replicas(model: ModelDeployment, log_level: str) -> serve.Application:
+def _replicas(model: ModelDeployment, num_ingresses: int, log_level: str) -> serve.Application:
     actor_options: dict[str, Any] = {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus}
     if model.resources:
         actor_options["resources"] = model.resources
+    if labels := node_labels(model):
+        actor_options["label_selector"] = labels
     deployment = serve.deployment(
         name=model.deployment_name,
-        **_number_of_replicas(model),
+        **_number_of_replicas(model, num_ingresses),
         max_ongoing_requests=model.ongoing_limit,
         ray_actor_options=actor_options,
         health_check_period_s=model.health_check_period_s,
@@ -68,5 +92,9 @@ def _replicas(model: ModelDeployment, log_level: str) -> serve.Application:
         ),
     )
     return deployment(LLMReplica).bind(
-        model.engine_config(), model.max_queued_requests, model.lease_s, model.stall_timeout_s
+        model.engine_config(),
+        model.max_queued_requests,
+        model.lease_s,
+        model.stall_timeout_s,
+        model.max_queue_wait_s,
     )

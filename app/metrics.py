@@ -5,10 +5,48 @@ series ends with its process and none ever goes backwards; one that did not answ
 Totals over replicas are for the reader to make: `sum(rate(…))`, which knows how to treat series that end.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
+
+
+class SharedPage:
+    """One gathering for all who ask while it goes on, and for some time after. Lives on one event loop.
+
+    Nobody needs a key to ask, and each gathering asks every process of the service.
+
+    Args:
+        gather: makes a page.
+        max_age_s: how long a page is given to whoever asks for another one.
+    """
+
+    def __init__(self, gather: Callable[[], Awaitable[bytes]], max_age_s: float) -> None:
+        self._gather = gather
+        self._max_age_s = max_age_s
+        self._page = b""
+        self._good_until = float("-inf")
+        self._gathering: asyncio.Task[bytes] | None = None
+
+    async def get(self) -> bytes:
+        loop = asyncio.get_running_loop()
+        if self._gathering is None:
+            if loop.time() < self._good_until:
+                return self._page
+            # Not in the context of whoever came first: what Ray keeps there ends with that request.
+            self._gathering = loop.create_task(self._make(), context=contextvars.Context())
+        # Others wait for it too: whoever leaves must not end it.
+        return await asyncio.shield(self._gathering)
+
+    async def _make(self) -> bytes:
+        try:
+            self._page = await self._gather()
+            self._good_until = asyncio.get_running_loop().time() + self._max_age_s
+            return self._page
+        finally:
+            self._gathering = None
 
 
 def collect_families(registry: CollectorRegistry) -> list[Metric]:

@@ -3,6 +3,7 @@
 import asyncio
 import faulthandler
 import logging
+import math
 import os
 import sys
 import time
@@ -11,14 +12,25 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Metric
+from prometheus_client import Counter, Metric
 from ray import serve
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
 
+from app.admission import StartEstimate
 from app.logs import log_through_serve
 from app.metrics import collect_families
-from app.transport import CallEnd, EngineFailed, KVSnapshot, QueueFull, ReplicaDied, StreamItem, pack
+from app.transport import (
+    PROVEN_TOKENS,
+    CallEnd,
+    EngineFailed,
+    KVSnapshot,
+    QueueFull,
+    ReplicaDied,
+    StreamItem,
+    gathering_s,
+    pack,
+)
 from engine.config import EngineConfig
 from engine.kv_cache.events import KVEvent
 from engine.outputs import EngineLoad, EngineOutput
@@ -39,6 +51,10 @@ QUIET_PERIOD_S = 0.1
 LEASE_CHECKS = 10
 """How often in the length of a lease an ingress is asked whether it lives, at least once a second."""
 
+TRIAL_PAUSE_S = 0.1
+"""How long a request on trial waits for its first step: others that come for the same meanwhile must be told that they
+have to wait before the replica dies."""
+
 WATCH_PERIOD_S = 1.0
 """The longest time between two looks at the engine; short stall timeouts are looked at ten times."""
 
@@ -52,12 +68,23 @@ class PromptCall:
     def __init__(self, session: "IngressSession", requests: tuple[EngineRequest, ...]) -> None:
         self.session = session
         self.unfinished = {request.request_id for request in requests}
+        self._silent = set(self.unfinished)
+        self._unproven = dict.fromkeys(self.unfinished, PROVEN_TOKENS)
         self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     def end(self, error: Exception | None = None) -> None:
         """Lets the call return. Later ends change nothing."""
         if not self.ended.done():
             self.ended.set_result(error)
+
+    def is_proven_by(self, output: EngineOutput) -> bool:
+        """Notes an output of a call on trial. True: each sequence has PROVEN_TOKENS now, or its end."""
+        left = self._unproven.get(output.request_id, 0) - len(output.new_token_ids)
+        if output.finished or left <= 0:
+            self._unproven.pop(output.request_id, None)
+        else:
+            self._unproven[output.request_id] = left
+        return not self._unproven
 
     def take(self, output: EngineOutput) -> None:
         """Puts an output on the stream; dropped once the call has ended or its ingress is lost."""
@@ -67,17 +94,28 @@ class PromptCall:
             self.unfinished.discard(output.request_id)
         if not self.session.suspended:
             self.session.outputs.append(output)
+            if output.finished or output.request_id in self._silent:
+                self._silent.discard(output.request_id)
+                self.session.is_urgent = True
             if not self.unfinished:
                 self.end()
 
 
 class IngressSession:
-    """What one ingress is owed, for as long as its stream is open. Lives on the replica's event loop."""
+    """What one ingress is owed, for as long as its stream is open. Lives on the replica's event loop.
 
-    def __init__(self, stream_id: str, load: EngineLoad, kv_seq: int) -> None:
+    Attributes:
+        is_urgent: a request's first output or its last one is there, which waits for no others.
+
+    Args:
+        gather_s: how long other outputs wait at most, when there are many prompts.
+    """
+
+    def __init__(self, stream_id: str, load: EngineLoad, kv_seq: int, gather_s: float = 0.0) -> None:
         self.stream_id = stream_id
         self.calls: set[PromptCall] = set()
         self.outputs: list[EngineOutput] = []
+        self.is_urgent = False
         self.closed = False
         self.suspended = False
         # Cleared while the ingress does not answer.
@@ -89,7 +127,10 @@ class IngressSession:
         # Set from the start: the first item says that the stream is open.
         self._news = asyncio.Event()
         self._news.set()
-        self._quiet_timer: asyncio.TimerHandle | None = None
+        self._gather_s = gather_s
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
 
     def after_step(self, step: "CoreStep") -> None:
         """Takes in what a step gave, once the sinks have been called."""
@@ -97,13 +138,16 @@ class IngressSession:
             return
         self._kv_events.extend(step.kv_events)
         self._load = step.load
-        if self.outputs:
-            self._news.set()
-        elif self._quiet_timer is None:
-            self._quiet_timer = asyncio.get_running_loop().call_later(QUIET_PERIOD_S, self._news.set)
+        now = self._loop.time()
+        if not self.outputs:
+            self._send_at(now + QUIET_PERIOD_S, now)
+        elif self.is_urgent:
+            self._send_at(now, now)
+        else:
+            self._send_at(self._sent_at + gathering_s(len(self.calls), self._gather_s), now)
 
     async def items(self) -> AsyncIterator[StreamItem]:
-        """One item a step that has outputs for this ingress; steps that come faster than it is read are put together.
+        """One item a step that has outputs for this ingress, or several where they are gathered or read slowly.
 
         Ends when the session is closed.
         """
@@ -112,9 +156,9 @@ class IngressSession:
             if self.closed:
                 return
             self._news.clear()
-            if self._quiet_timer is not None:
-                self._quiet_timer.cancel()
-                self._quiet_timer = None
+            self._stop_timer()
+            self._sent_at = self._loop.time()
+            self.is_urgent = False
             item = StreamItem(self.outputs, self._kv_seq, self._kv_events, self._load)
             self._kv_seq += len(self._kv_events)
             self.outputs, self._kv_events = [], []
@@ -126,10 +170,21 @@ class IngressSession:
         self._news.set()
         # Nobody asks the ingress any more, and calls that wait for its answer would wait for ever.
         self.responsive.set()
-        if self._quiet_timer is not None:
-            self._quiet_timer.cancel()
+        self._stop_timer()
         for call in self.calls:
             call.end(ReplicaDied(reason))
+
+    def _send_at(self, when: float, now: float) -> None:
+        if when <= now:
+            self._news.set()
+        elif self._timer is None or when < self._timer.when():
+            self._stop_timer()
+            self._timer = self._loop.call_at(when, self._news.set)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class LLMReplica:
@@ -138,15 +193,22 @@ class LLMReplica:
     Args:
         config: the engine's.
         max_queued_requests: from so many waiting requests on it refuses more.
+        max_queue_wait_s: it refuses what would start later than that; None refuses nothing for it.
         lease_s: how long an ingress that does not answer keeps its requests; one that died loses them at once.
         stall_timeout_s: how long the engine may have work without ending a step; None is for ever.
     """
 
     def __init__(
-        self, config: EngineConfig, max_queued_requests: int, lease_s: float, stall_timeout_s: float | None = None
+        self,
+        config: EngineConfig,
+        max_queued_requests: int,
+        lease_s: float,
+        stall_timeout_s: float | None = None,
+        max_queue_wait_s: float | None = None,
     ) -> None:
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._max_queued_requests = max_queued_requests
+        self._max_queue_wait_s = max_queue_wait_s
         self._lease_s = lease_s
         log_through_serve()
         started = time.monotonic()
@@ -154,10 +216,17 @@ class LLMReplica:
         self._core = self._load_engine(config, stall_timeout_s)
         logger.info("engine_started model=%s seconds=%.1f", config.model, time.monotonic() - started)
         self._core.add_step_listener(self._after_step)
+        self._start_estimate = StartEstimate.of(config, max_queue_wait_s)
+        self._refused = Counter(
+            "manta_requests_refused", "Prompts not taken, by reason", ["reason"], registry=self._core.registry
+        )
+        for reason in ("queue_full", "queue_wait"):
+            self._refused.labels(reason)
         self._sessions: dict[str, IngressSession] = {}
         self._session_opened = asyncio.Condition()
         self._kv_seq = 0
         self._num_unfinished = 0
+        self._on_trial: PromptCall | None = None
         self._engine_watch = asyncio.get_running_loop().create_task(self._watch_engine(stall_timeout_s))
 
     def _load_engine(self, config: EngineConfig, stall_timeout_s: float | None) -> "AsyncEngineCore":
@@ -168,22 +237,32 @@ class LLMReplica:
 
     # ---- called by ingresses ----
 
-    async def generate(self, requests: tuple[EngineRequest, ...], ingress_id: str) -> CallEnd:
+    async def generate(self, requests: tuple[EngineRequest, ...], ingress_id: str, on_trial: bool = False) -> CallEnd:
         """Runs the children of one prompt; their outputs go to the ingress's stream.
 
         Returns at their end. Being cancelled aborts what is unfinished.
+
+        Args:
+            on_trial: other replicas died under it; only one such prompt at a time is taken until it has proven itself.
         """
         session = await self._session_of(ingress_id)
         if session is None:
             return CallEnd("", ReplicaDied(f"the ingress opened no stream within {STREAM_WAIT_S:g} s"))
-        if self._is_full(len(requests)):
-            return CallEnd(session.stream_id, QueueFull("the model's queue is full; try again in a moment"))
+        if (refusal := self._refusal(requests)) is not None:
+            return CallEnd(session.stream_id, refusal)
+        if on_trial and self._on_trial is not None:
+            return CallEnd(session.stream_id, QueueFull("a replica tries another request first"))
         call = PromptCall(session, requests)
         session.calls.add(call)
         self._num_unfinished += len(requests)
         try:
+            if on_trial:
+                self._on_trial = call
+                await asyncio.sleep(TRIAL_PAUSE_S)
             for request in requests:
                 self._core.submit(request, partial(self._take, call))
+                if self._start_estimate is not None:
+                    self._start_estimate.submit(request)
             error = await call.ended
             # Ray waits, and with it the whole replica, for the ingress to confirm a call's end.
             await session.responsive.wait()
@@ -194,12 +273,18 @@ class LLMReplica:
         finally:
             self._num_unfinished -= len(call.unfinished)
             session.calls.discard(call)
+            self._acquit(call)
             call.end()
             self._core.abort(call.unfinished)
         return CallEnd(session.stream_id, error)
 
     async def outputs(
-        self, ingress_id: str, stream_id: str, ingress: ActorHandle[Any] | None, pinned_to: str
+        self,
+        ingress_id: str,
+        stream_id: str,
+        ingress: ActorHandle[Any] | None,
+        pinned_to: str,
+        gather_s: float = 0.0,
     ) -> AsyncIterator[bytes]:
         """The stream of everything that one ingress's requests put out: packed StreamItems.
 
@@ -208,10 +293,11 @@ class LLMReplica:
         Args:
             ingress: the ingress's actor, which is asked whether it lives; None asks nobody.
             pinned_to: the replica that is meant.
+            gather_s: how long outputs may wait for others, when the ingress has many prompts here.
         """
         self._check_pin(pinned_to)
         self._close_session(self._sessions.get(ingress_id), ingress_id, "the ingress opened another stream")
-        session = self._sessions[ingress_id] = IngressSession(stream_id, self._core.load(), self._kv_seq)
+        session = self._sessions[ingress_id] = IngressSession(stream_id, self._core.load(), self._kv_seq, gather_s)
         lease = None if ingress is None else asyncio.create_task(self._watch(session, ingress_id, ingress))
         try:
             async with self._session_opened:
@@ -289,6 +375,10 @@ class LLMReplica:
     # ---- bookkeeping ----
 
     def _take(self, call: PromptCall, output: EngineOutput) -> None:
+        if self._start_estimate is not None:
+            self._start_estimate.take(output)
+        if self._on_trial is call and call.is_proven_by(output):
+            self._acquit(call)
         if output.finish_reason is FinishReason.ERROR and self._core.has_ended:
             # Not this request's fault: it can go on elsewhere.
             call.end(ReplicaDied("the replica's engine ended"))
@@ -296,6 +386,11 @@ class LLMReplica:
             before = len(call.unfinished)
             call.take(output)
             self._num_unfinished -= before - len(call.unfinished)
+
+    def _acquit(self, call: PromptCall) -> None:
+        """Makes room for the next trial where this call is on trial."""
+        if self._on_trial is call:
+            self._on_trial = None
 
     def _is_dead(self) -> bool:
         try:
@@ -306,8 +401,30 @@ class LLMReplica:
 
     def _after_step(self, step: "CoreStep") -> None:
         self._kv_seq += len(step.kv_events)
+        if self._start_estimate is not None:
+            self._start_estimate.after_step(step.load)
         for session in self._sessions.values():
             session.after_step(step)
+
+    def _refusal(self, requests: tuple[EngineRequest, ...]) -> QueueFull | None:
+        """Why a prompt is not taken. One that is resumed has waited elsewhere, and its client a part of the answer."""
+        if requests[0].output_token_ids:
+            return None
+        if self._is_full(len(requests)):
+            self._refused.labels("queue_full").inc()
+            return QueueFull("the model's queue is full; try again in a moment")
+        if self._start_estimate is None or self._max_queue_wait_s is None:
+            return None
+        wait_s = self._start_estimate.wait_s(requests[0].priority)
+        if wait_s <= self._max_queue_wait_s:
+            return None
+        self._refused.labels("queue_wait").inc()
+        excess_s = max(1, math.ceil(wait_s - self._max_queue_wait_s))
+        return QueueFull(
+            f"the model is busy: the request would start in {wait_s:.0f} s, and none may wait more than "
+            f"{self._max_queue_wait_s:g}; try again in {excess_s} s",
+            excess_s,
+        )
 
     def _is_full(self, num_new: int) -> bool:
         if self._num_unfinished == 0:
@@ -392,7 +509,7 @@ async def _is_alive(actor: ActorHandle[Any]) -> bool | None:
     """Asks an actor; None where nobody knows. Returns when it answers or Ray knows that it will not."""
     try:
         await actor.__ray_ready__.remote()
-    except ActorDiedError:
+    except (ActorDiedError, OutOfMemoryError):  # the latter is what Ray's memory monitor killed
         return False
     except RayError:
         return None

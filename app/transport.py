@@ -80,6 +80,44 @@ class EngineClient(Protocol):
         ...
 
 
+PROVEN_TOKENS = 8
+"""A sequence that has got so many tokens from a replica, or its end, is not what the replica dies of afterwards.
+
+The first one says little: what dies in a decode step dies behind the prefill of each attempt.
+"""
+
+
+class ReplicaClient(EngineClient, Protocol):
+    """The replicas of a deployment: engines that may die."""
+
+    def generate(
+        self, requests: Sequence[EngineRequest], *, on_trial: bool = False
+    ) -> AsyncIterator[list[EngineOutput]]:
+        """See EngineClient.
+
+        Args:
+            on_trial: the requests may be what replicas died of. A replica takes one such prompt at a time, until each
+                of its sequences has PROVEN_TOKENS: where it dies, it was that one, and what was merely beside it is
+                known to be innocent.
+        """
+        ...
+
+
+# ---- how often ----
+
+FEW_STREAMS = 8
+SECONDS_PER_STREAM = 0.0025
+
+
+def gathering_s(streams: int, longest: float) -> float:
+    """How long tokens are gathered before they go on: not at all with few streams, longer with each one more.
+
+    A message costs everyone on its way the same whatever the number of its tokens. This bounds how often all streams
+    together pay it at 1 / SECONDS_PER_STREAM a second, while that keeps a token's wait below `longest`.
+    """
+    return 0.0 if streams <= FEW_STREAMS else min(longest, streams * SECONDS_PER_STREAM)
+
+
 # ---- what crosses between an ingress and a replica ----
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -30,20 +28,9 @@ def demo_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_folder(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer model's config beside the demo's tokenizer; load it with `load_format="dummy"`."""
+    """A two-layer model beside the demo's tokenizer: see write_tiny_model."""
+    from tests.tiny_model import write_tiny_model
+
     folder = tmp_path_factory.mktemp("tiny")
-    for path in demo_folder.iterdir():
-        if path.suffix != ".safetensors" and path.name != "config.json":
-            shutil.copy(path, folder)
-    config = json.loads((demo_folder / "config.json").read_text())
-    config.update(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-    )
-    (folder / "config.json").write_text(json.dumps(config))
+    write_tiny_model(demo_folder, folder)
     return folder

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli.errors import fail
+from app.cli.errors import fail, user_errors
 from app.cli.sampling import Seed, Stop, Temperature, TopK, TopP
+from app.cli.service import ApiKey, service_url
 
 if TYPE_CHECKING:
     from openai import OpenAI, OpenAIError
@@ -28,12 +29,15 @@ def chat(
     top_k: TopK = None,
     seed: Seed = None,
     stop: Stop = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Talk to a running service. Ctrl-C stops an answer, Ctrl-D ends, /reset starts afresh."""
     from openai import OpenAI, OpenAIError
 
-    url = _base(url)
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with user_errors():
+        url = service_url(url)
+    # The client refuses to start without a key; a service that is open does not look at it.
+    client = OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0)
     try:
         served = [each.id for each in client.models.list()]
     except OpenAIError as error:
@@ -145,12 +149,6 @@ def _lines() -> Iterator[str]:
             continue
         if line:
             yield line
-
-
-def _base(url: str) -> str:
-    """The service's address, however it was written: with or without a scheme, with or without OpenAI's /v1."""
-    url = url if "://" in url else f"http://{url}"
-    return url.rstrip("/").removesuffix("/v1")
 
 
 def _sentence(error: OpenAIError, url: str) -> str:

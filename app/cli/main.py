@@ -13,6 +13,7 @@ from app.cli.engine_args import TAKES_ENGINE_ARGS
 from app.cli.generate import generate
 from app.cli.keys import keys
 from app.cli.models import models
+from app.cli.serve import serve
 from app.version import manta_version
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app.add_typer(models, name="models")
 app.command("chat")(chat)
 app.command("check")(check)
 app.command("generate", context_settings=TAKES_ENGINE_ARGS)(generate)
+app.command("serve")(serve)
 
 
 def _show_version(wanted: bool) -> None:

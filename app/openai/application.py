@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,6 +23,7 @@ from app.openai.chat import create_chat_completion
 from app.openai.completions import create_completion
 from app.openai.envelope import Envelope
 from app.openai.errors import ApiError, json_response
+from app.openai.intake import Gate, Intake
 from app.openai.metrics import IngressMetrics
 from app.openai.models import list_models, show_model
 from app.openai.served_model import Limits, ServedModel
@@ -43,7 +45,7 @@ _ERRORS: dict[int, str] = {
     413: "The body is too long.",
     429: "Too many requests wait, or a limit of the key is reached; see Retry-After.",
     500: "A fault of the server.",
-    503: "No replica can serve the request.",
+    503: "No replica can serve the request, or the service is shutting down.",
     504: "The request took too long.",
 }
 
@@ -57,6 +59,7 @@ def create_app(
     *,
     ready: Callable[[], Awaitable[None]] | None = None,
     keys: KeyRing | None = None,
+    intake: Intake | None = None,
     shows_request_id: bool = True,
     clock: Clock = time.time,
 ) -> FastAPI:
@@ -69,11 +72,13 @@ def create_app(
             `metrics.registry` is the callee's to include.
         ready: the same for GET /ready; raises as well once this process is about to end. None is `health`.
         keys: who may use it, but for auth.OPEN_PATHS; None is everyone.
+        intake: what refuses requests once this process is about to end; None never does.
         shows_request_id: answers bear `x-request-id`; False where the server in front of it puts it there.
         clock: seconds since the epoch.
     """
     service = Service(models=models, limits=limits, metrics=metrics, clock=clock, pace=Pace(limits.coalesce))
     app = FastAPI(title="Manta", version=manta_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.service = service  # for who serves it in other ways too
     refusals = () if keys is None else (401, 403, 429)
 
     def serve(method: str, path: str, endpoint: Endpoint, answer: type[BaseModel], **documented: Any) -> None:
@@ -145,7 +150,17 @@ def create_app(
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_middleware(BodyDeadline, seconds=limits.body_timeout)
     app.add_middleware(AccessControl, keys=keys, clock=clock)
+    app.add_middleware(Gate, intake=intake or Intake())
     app.add_middleware(Envelope, metrics=metrics, clock=clock, shows_id=shows_request_id)
+    if limits.cors_origins:
+        # Before everything else: refusals need the headers too, and a browser's question brings no key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=limits.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=_HEADERS_FOR_SCRIPTS,
+        )
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -170,6 +185,11 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     return ApiError(error.status_code, message, headers=error.headers).response()
 
 
+_HEADERS_FOR_SCRIPTS = (
+    "retry-after",
+    "x-request-id",
+    *(f"x-ratelimit-{value}-{kind}" for kind in ("requests", "tokens") for value in ("limit", "remaining", "reset")),
+)
 _MODEL_ID = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
 _REQUESTS: tuple[type[BaseModel], ...] = (
     protocol.CompletionRequest,
@@ -195,6 +215,16 @@ def _json(*models: type[BaseModel]) -> dict[str, Any]:
     }
 
 
+def _event(model: type[BaseModel]) -> dict[str, Any]:
+    """The entry of one event of a stream, as OpenAPI 3.2 describes them; the last one's data is `[DONE]`."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"$ref": _REF.format(model=model.__name__)},
+    }
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
 def _documented_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": responses.ErrorResponse, "description": _ERRORS[status]} for status in statuses}
 
@@ -210,6 +240,6 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             schemas.update(described["$defs"])
         for path, model in _STREAMS.items():
             content = document["paths"][path]["post"]["responses"]["200"]["content"]
-            content["text/event-stream"] = {"schema": {"$ref": _REF.format(model=model.__name__)}}
+            content["text/event-stream"] = {"schema": _event(model)}
         app.openapi_schema = document
     return app.openapi_schema

@@ -25,15 +25,19 @@ class KeyRing:
         keys: with distinct hashes.
         clock: of their limits.
         shares: how many processes share each limit.
+        isolate_prefix_cache: no client shares cached prefixes with another.
     """
 
-    def __init__(self, keys: Sequence[ApiKey], clock: Clock, *, shares: int = 1) -> None:
-        self._clients = [(key.hash.encode(), Client.of(key, clock, shares)) for key in keys]
+    def __init__(
+        self, keys: Sequence[ApiKey], clock: Clock, *, shares: int = 1, isolate_prefix_cache: bool = False
+    ) -> None:
+        self._clients = {key.hash: (key.hash, Client.of(key, clock, shares, isolate_prefix_cache)) for key in keys}
 
     def client(self, authorization: str | None) -> Client:
         """Whose key an `authorization` header, or the metadata of that name, shows.
 
-        Every known hash is compared in full, so that the time says nothing of how near a guess came.
+        A hash is looked up, and then compared in constant time: what the search in a table of hashes may tell by its
+        time is about hashes of guesses, from which nobody gets nearer to a key.
 
         Raises:
             ApiError: 401, there is no key; 403, it is not known.
@@ -49,14 +53,11 @@ class KeyRing:
                 headers={"www-authenticate": "Bearer"},
             )
         # Servers decode headers as Latin-1; a text from elsewhere may have what that lacks.
-        digest = hash_key(key.encode("utf-8" if max(key) > "\xff" else "latin-1")).encode()
-        found = None
-        for known, client in self._clients:
-            if hmac.compare_digest(known, digest):
-                found = client
-        if found is None:
+        digest = hash_key(key.encode("utf-8" if max(key) > "\xff" else "latin-1"))
+        found = self._clients.get(digest)
+        if found is None or not hmac.compare_digest(found[0], digest):
             raise ApiError(403, "the API key is not known to this service", code="unknown_api_key")
-        return found
+        return found[1]
 
 
 class AccessControl:
@@ -80,5 +81,6 @@ class AccessControl:
         if self._keys is not None and path not in OPEN_PATHS:
             client = self._keys.client(Headers(scope=scope).get("authorization"))
         scope["state"]["client"] = client
-        with client.request():
+        with client.request() as admission:
+            scope["state"]["admission"] = admission
             await self._app(scope, receive, send)

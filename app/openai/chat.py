@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from app.openai.errors import json_response
 from app.openai.generation import Generation
 from app.openai.logprobs import chat_logprobs, prompt_logprobs
 from app.openai.protocol import ChatCompletionRequest
-from app.openai.service import Call, Service, on_cpu, usage_of
+from app.openai.service import Call, Service, logprobs_asked, on_cpu, usage_of
 from engine.outputs import CompletionOutput
 from engine.processor import ProcessedRequest
 from engine.sampling_params import InvalidParameter, SamplingParams
@@ -26,23 +26,28 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     body = await parse_body(request, ChatCompletionRequest, service.limits.max_body_bytes)
     call = service.call(request, service.model(body.model), body, "chatcmpl")
     try:
-        params = _params(body, call)
+        params = chat_params(body, call)
         service.check_choices(1, params.n)
-        processed = await on_cpu(body.characters(), lambda: _processed(body, params, call))
+        processed = await on_cpu(body.characters(), lambda: process_chat(body, params, call))
+        generation = call.generation([processed])
     except InvalidParameter as refused:
         raise _as_named_here(refused, body) from None
-    answers = _Answers(call.generation([processed]), call.model.tokenizer, body.top_logprobs or 0)
+    answers = _Answers(generation, call.model.tokenizer, body.top_logprobs or 0)
     if body.stream:
         return await call.stream(_events(call, answers, params.n))
     results = await call.results(answers.generation)
-    content = {
-        **call.head("chat.completion"),
-        "choices": [answers.choice(completion) for completion in results[0].outputs],
-        "usage": usage_of(results),
-    }
-    if body.prompt_logprobs is not None:
-        content["prompt_logprobs"] = prompt_logprobs(results[0].prompt_logprobs or ())
-    return json_response(content)
+
+    def answer() -> Response:
+        content = {
+            **call.head("chat.completion"),
+            "choices": [answers.choice(completion) for completion in results[0].outputs],
+            "usage": usage_of(results),
+        }
+        if body.prompt_logprobs is not None:
+            content["prompt_logprobs"] = prompt_logprobs(results[0].prompt_logprobs or ())
+        return json_response(content)
+
+    return await on_cpu(sum(logprobs_asked([processed], 1)), answer)
 
 
 async def _events(call: Call, answers: _Answers, n: int) -> AsyncGenerator[bytes, None]:
@@ -62,15 +67,20 @@ async def _events(call: Call, answers: _Answers, n: int) -> AsyncGenerator[bytes
     yield writer.end(usage_of(answers.generation.outputs()))
 
 
-def _params(body: ChatCompletionRequest, call: Call) -> SamplingParams:
-    return body.sampling_params(
+def chat_params(body: ChatCompletionRequest, call: Call) -> SamplingParams:
+    """Where max_tokens is absent, it is what the context leaves, and no more than there may be log-probabilities of."""
+    params = body.sampling_params(
         call.model.model_config.generation_defaults,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    if params.max_tokens is None and params.logprobs is not None:
+        most = call.service.limits.max_logprobs // (params.n * (1 + params.logprobs))
+        params = replace(params, max_tokens=max(1, params.min_tokens, most))
+    return params
 
 
-def _processed(body: ChatCompletionRequest, params: SamplingParams, call: Call) -> ProcessedRequest:
+def process_chat(body: ChatCompletionRequest, params: SamplingParams, call: Call) -> ProcessedRequest:
     return call.model.processor.process_chat(
         body.template_messages(), params, request_id=call.id, **body.template_args(), **call.processor_args
     )

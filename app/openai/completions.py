@@ -15,7 +15,7 @@ from app.openai.errors import json_response
 from app.openai.generation import Generation
 from app.openai.logprobs import completion_logprobs, prompt_logprobs
 from app.openai.protocol import COMPLETION_MAX_TOKENS, CompletionRequest
-from app.openai.service import Call, Service, on_cpu, usage_of
+from app.openai.service import Call, Service, logprobs_asked, on_cpu, usage_of
 from engine.outputs import CompletionOutput, RequestOutput, TokenLogprobDict
 from engine.processor import ProcessedRequest
 from engine.sampling_params import InvalidParameter, SamplingParams
@@ -25,13 +25,14 @@ async def create_completion(service: Service, request: Request) -> Response:
     body = await parse_body(request, CompletionRequest, service.limits.max_body_bytes)
     call = service.call(request, service.model(body.model), body, "cmpl")
     prompts = body.prompts()
-    params = _params(body, call)
+    params = completion_params(body, call)
     service.check_choices(len(prompts), params.n)
     size = sum(map(len, prompts))
-    processed = await on_cpu(size, lambda: _processed(prompts, params, body, call))
+    processed = await on_cpu(size, lambda: process_completion(prompts, params, body, call))
     echo = await on_cpu(size, lambda: [_text(prompt, params, call) for prompt in prompts]) if body.echo else None
+    prompt_copies = params.n * ((body.prompt_logprobs is not None) + (body.echo and body.logprobs is not None))
     completions = _Completions(
-        generation=call.generation(processed),
+        generation=call.generation(processed, prompt_copies=prompt_copies, shows_output=body.max_tokens != 0),
         n=params.n,
         echo=echo,
         prompt_alone=body.max_tokens == 0,
@@ -41,12 +42,12 @@ async def create_completion(service: Service, request: Request) -> Response:
     if body.stream:
         return await call.stream(_events(call, completions))
     results = await call.results(completions.generation)
-    content = {
-        **call.head("text_completion"),
-        "choices": [choice for index, result in enumerate(results) for choice in completions.choices(index, result)],
-        "usage": completions.usage(results),
-    }
-    return json_response(content)
+
+    def answer() -> Response:
+        choices = [choice for index, result in enumerate(results) for choice in completions.choices(index, result)]
+        return json_response({**call.head("text_completion"), "choices": choices, "usage": completions.usage(results)})
+
+    return await on_cpu(sum(logprobs_asked(processed, prompt_copies)), answer)
 
 
 async def _events(call: Call, completions: _Completions) -> AsyncGenerator[bytes, None]:
@@ -64,7 +65,7 @@ async def _events(call: Call, completions: _Completions) -> AsyncGenerator[bytes
     yield writer.end(completions.usage(completions.generation.outputs()))
 
 
-def _params(body: CompletionRequest, call: Call) -> SamplingParams:
+def completion_params(body: CompletionRequest, call: Call) -> SamplingParams:
     decided: dict[str, Any] = {
         "max_tokens": COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         "logprobs": body.logprobs,
@@ -79,7 +80,7 @@ def _params(body: CompletionRequest, call: Call) -> SamplingParams:
     return body.sampling_params(call.model.model_config.generation_defaults, **decided)
 
 
-def _processed(
+def process_completion(
     prompts: Sequence[str | list[int]], params: SamplingParams, body: CompletionRequest, call: Call
 ) -> list[ProcessedRequest]:
     processor, tokenizer = call.model.processor, call.model.tokenizer

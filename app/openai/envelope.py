@@ -9,6 +9,7 @@ import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.openai.errors import api_error, is_unexpected
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 """The status under which an answer that nobody waits for is counted."""
 
-_CLIENTS_ID = re.compile(r"[\x21-\x7e]{1,128}")
+CLIENTS_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Envelope:
@@ -41,7 +42,7 @@ class Envelope:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _CLIENTS_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if CLIENTS_ID.fullmatch(given) else uuid.uuid4().hex
         arrived = self._clock()
         scope.setdefault("state", {}).update(request_id=request_id, arrived=arrived)
         status = CLIENT_CLOSED_REQUEST
@@ -73,7 +74,15 @@ class Envelope:
                 raise
             await api_error(error).response()(scope, receive, send_named)
         finally:
-            path = getattr(scope.get("route"), "path", "other")
+            path = _route_path(scope)
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(path, str(status)).inc()
             self._metrics.latency.labels(path).observe(max(0.0, self._clock() - arrived))
+
+
+def _route_path(scope: Scope) -> str:
+    """The template of the path that was asked for, also where the request was refused before it was routed."""
+    if (route := scope.get("route")) is not None:
+        return route.path
+    matching = (route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE)
+    return getattr(next(matching, None), "path", "other")

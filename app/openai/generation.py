@@ -29,8 +29,10 @@ class Generation:
     Used by one task. `steps` may be iterated once; whoever stops early closes it, which aborts what still runs.
 
     Args:
+        idle_timeout: seconds that may pass without anything new; None is any number.
+        pause: seconds that it waits after anything new but the end, so that what comes meanwhile comes together.
         on_first_token: called when it comes.
-        on_tokens: called with the number of tokens that came.
+        on_tokens: called with the number of tokens that came and are part of the answer.
         on_refused: called when no replica takes the request, and no token has come.
     """
 
@@ -40,6 +42,8 @@ class Generation:
         tokenizer: Tokenizer,
         processed: Sequence[ProcessedRequest],
         *,
+        idle_timeout: float | None = None,
+        pause: Callable[[], float] = lambda: 0.0,
         on_first_token: Callable[[], None] = lambda: None,
         on_tokens: Callable[[int], None] = lambda _: None,
         on_refused: Callable[[], None] = lambda: None,
@@ -47,6 +51,8 @@ class Generation:
         self._client = client
         self._processed = processed
         self._assemblers = [OutputProcessor(each, tokenizer) for each in processed]
+        self._idle_timeout = idle_timeout
+        self._pause = pause
         self._on_first_token = on_first_token
         self._on_tokens = on_tokens
         self._on_refused = on_refused
@@ -60,24 +66,28 @@ class Generation:
         first, which computes them.
 
         Raises:
-            ApiError, TransportError: a completion could not be finished.
+            ApiError, TransportError: a completion could not be finished; a 504 where nothing new came for too long.
         """
         async with aclosing(self._outputs()) as arrivals:
-            async for arrived in arrivals:
+            while (arrived := await self._next(arrivals)) is not None:
                 deltas = []
                 for index, outputs in arrived:
-                    if tokens := sum(len(output.new_token_ids) for output in outputs):
-                        if not self._started:
-                            self._started = True
-                            self._on_first_token()
-                        self._on_tokens(tokens)
+                    if not self._started and any(output.new_token_ids for output in outputs):
+                        self._started = True
+                        self._on_first_token()
                     assembler = self._assemblers[index]
-                    delta = assembler.update(outputs)
+                    if any(output.prompt_logprobs is not None for output in outputs):
+                        # Of as many tokens as a step has: some 100 ms.
+                        delta = await asyncio.to_thread(assembler.update, outputs)
+                    else:
+                        delta = assembler.update(outputs)
                     if aborts := assembler.take_aborts():
                         self._client.abort(aborts)
                     if delta is None:
                         continue
                     _raise_for_failure(delta)
+                    if tokens := sum(len(completion.token_ids) for completion in delta.outputs):
+                        self._on_tokens(tokens)
                     if index in self._held:
                         delta = assembler.snapshot()
                         if delta.prompt_logprobs is None and not assembler.finished:
@@ -88,6 +98,19 @@ class Generation:
                     yield deltas
                 if all(assembler.finished for assembler in self._assemblers):
                     return
+                if pause := self._pause():
+                    await asyncio.sleep(pause)
+
+    async def _next(self, arrivals: AsyncGenerator[list[Arrival], None]) -> list[Arrival] | None:
+        """What comes next; None is the end."""
+        limit = asyncio.timeout(self._idle_timeout)
+        try:
+            async with limit:
+                return await anext(arrivals, None)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        raise ApiError(504, f"no token came for {self._idle_timeout:g} seconds", code="idle_timeout")
 
     async def results(self) -> list[RequestOutput]:
         """Runs to the end; one output a prompt."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
+from app.openai.body import refuse_many_values
 from engine.sampling_params import InvalidParameter, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
@@ -158,21 +159,21 @@ class CompletionRequest(SamplingFields):
             InvalidParameter: it is none of those, or empty.
         """
         prompt = self.prompt
-        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(i) is int for i in prompt)):
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _are_integers(prompt)):
             return [prompt]
         if not isinstance(prompt, list) or not prompt:
             raise InvalidParameter(
                 "prompt", "prompt: must be a text, a list of token ids, or a list of either, not empty"
             )
         for index, one in enumerate(prompt):
-            if not isinstance(one, str) and not (isinstance(one, list) and all(type(i) is int for i in one)):
+            if not isinstance(one, str) and not (isinstance(one, list) and _are_integers(one)):
                 raise InvalidParameter("prompt", f"prompt[{index}]: must be a text or a list of token ids")
         return prompt
 
 
 class TextPart(RequestModel):
-    type: str
-    text: str = ""
+    type: Annotated[str, WithJsonSchema({"type": "string", "const": "text"})]
+    text: str
 
     @model_validator(mode="before")
     @classmethod
@@ -211,7 +212,18 @@ class ToolCall(RequestModel):
     function: FunctionCall
 
 
+_SAYS_SOMETHING: list[Any] = [
+    {"required": ["content"], "properties": {"content": _CONTENT}},
+    {
+        "required": ["role", "tool_calls"],
+        "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
+    },
+]
+
+
 class Message(RequestModel):
+    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"anyOf": _SAYS_SOMETHING})
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
@@ -271,6 +283,9 @@ class ResponseFormat(RequestModel):
 
 
 MAX_MESSAGES = 2048
+MAX_VARIABLES = 64
+MANY_STRUCTURES = 64
+LONG_STRUCTURES = 1 << 16
 _TEMPLATE_FIELDS = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
@@ -291,6 +306,12 @@ class TemplateFields(RequestModel):
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     def template_messages(self) -> list[dict[str, Any]]:
+        """
+        Raises:
+            ApiError: 400, the calls' arguments have more values than a body may.
+        """
+        calls = [call for message in self.messages for call in message.tool_calls or ()]
+        refuse_many_values(*(call.function.arguments.encode() for call in calls))
         return [message.for_template() for message in self.messages]
 
     def template_args(self) -> dict[str, Any]:
@@ -303,11 +324,18 @@ class TemplateFields(RequestModel):
         }
 
     def characters(self) -> int:
-        """How long it is, as JSON: tools and calls count like contents."""
+        """How long it is, as JSON, tools and calls included; where there are many of them it is taken to be long."""
+        calls = sum(len(message.tool_calls or ()) for message in self.messages)
+        if calls + len(self.messages) + len(self.tools or ()) > MANY_STRUCTURES:
+            return LONG_STRUCTURES
         return len(self.model_dump_json(include={"messages", "tools", "chat_template_kwargs"}, exclude_none=True))
 
     @model_validator(mode="after")
     def _no_fields_among_variables(self) -> Self:
+        if len(self.chat_template_kwargs or ()) > MAX_VARIABLES:
+            raise InvalidParameter(
+                "chat_template_kwargs", f"chat_template_kwargs: at most {MAX_VARIABLES} variables are allowed"
+            )
         for name in _TEMPLATE_FIELDS & (self.chat_template_kwargs or {}).keys():
             raise InvalidParameter("chat_template_kwargs", f"chat_template_kwargs: {name!r} cannot be set there")
         return self
@@ -375,6 +403,10 @@ class DetokenizeRequest(RequestModel):
 
     model: str | None = None
     tokens: list[Int64]
+
+
+def _are_integers(values: list[Any]) -> bool:
+    return {int}.issuperset(map(type, values))
 
 
 def _by_token_id(logit_bias: Mapping[str, float]) -> dict[int, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app.openai.errors import ApiError
@@ -54,6 +55,17 @@ class TokenBucket:
         return missing / self._per_second if missing > ROUNDING else 0.0
 
 
+@dataclass(slots=True)
+class Admission:
+    """One request that a client's limits let in.
+
+    Attributes:
+        choices: how many of concurrent_requests it holds until its answer ends.
+    """
+
+    choices: int = 1
+
+
 class Client:
     """Who makes requests, and what is left of its limits in this process. Touched on one event loop.
 
@@ -65,7 +77,8 @@ class Client:
         priority: the best that its requests may have; None leaves it to them.
         requests_per_minute, tokens_per_minute: above 0. Prompts are paid for when they are admitted, output as it
             comes, so that a long one may overdraw its minute; later requests wait until that is made up for.
-        concurrent_requests: how many may run at a time.
+        concurrent_requests: how many may run at a time, each choice of a request being one.
+        isolated: it shares cached prefixes with nobody.
     """
 
     def __init__(
@@ -78,8 +91,10 @@ class Client:
         tokens_per_minute: float | None = None,
         concurrent_requests: int | None = None,
         shares: int = 1,
+        isolated: bool = False,
     ) -> None:
         self.name = name
+        self._isolated = isolated
         self._priority = priority
         self._requests = None if requests_per_minute is None else TokenBucket(requests_per_minute / shares, clock)
         self._tokens = None if tokens_per_minute is None else TokenBucket(tokens_per_minute / shares, clock)
@@ -87,7 +102,7 @@ class Client:
         self.running = 0
 
     @classmethod
-    def of(cls, key: ApiKey, clock: Clock, shares: int) -> Client:
+    def of(cls, key: ApiKey, clock: Clock, shares: int, isolated: bool = False) -> Client:
         return cls(
             key.name,
             clock,
@@ -96,10 +111,11 @@ class Client:
             tokens_per_minute=key.tokens_per_minute,
             concurrent_requests=key.concurrent_requests,
             shares=shares,
+            isolated=isolated,
         )
 
     @contextmanager
-    def request(self) -> Iterator[None]:
+    def request(self) -> Iterator[Admission]:
         """Around one request, from before its body is read to the end of its answer.
 
         Raises:
@@ -112,26 +128,34 @@ class Client:
         if self._requests is not None:
             self._wait_for(self._requests, 1, "requests")
             self._requests.take(1)
+        admission = Admission()
         self.running += 1
         try:
-            yield
+            yield admission
         finally:
-            self.running -= 1
+            self.running -= admission.choices
 
-    def charge_prompt(self, tokens: int) -> None:
-        """Admits a prompt of so many tokens, or all of one request together.
+    def admit(self, admission: Admission, *, choices: int, prompt_tokens: int) -> None:
+        """Admits the work that a request turns out to be, once; one that is refused here does not count.
+
+        Args:
+            choices: completions that it asks for, those of all prompts together.
+            prompt_tokens: of all prompts together.
 
         Raises:
-            ApiError: 429, they are not left; 400, they are more than a minute ever has.
+            ApiError: 429, so much is not left; 400, it is more than there ever is.
         """
-        bucket = self._tokens
-        if bucket is None:
-            return
-        if tokens > bucket.capacity:
-            limit = f"key {self.name!r} has {int(bucket.capacity):,} a minute here"
-            raise ApiError.bad_request(f"the prompt has {tokens:,} tokens; {limit}", code="prompt_above_rate_limit")
-        self._wait_for(bucket, tokens, "tokens")
-        bucket.take(tokens)
+        try:
+            if self._most_running is not None:
+                self._wait_for_place(choices, choices - admission.choices, self._most_running)
+            if self._tokens is not None:
+                self._take_prompt(self._tokens, prompt_tokens)
+        except ApiError:
+            if self._requests is not None:
+                self._requests.take(-1)
+            raise
+        self.running += choices - admission.choices
+        admission.choices = choices
 
     def give_back(self, tokens: int) -> None:
         """Of a prompt that was admitted and that no engine took."""
@@ -148,6 +172,12 @@ class Client:
             return asked or 0
         return self._priority if asked is None else max(self._priority, asked)
 
+    def cache_salt(self, asked: str | None) -> str | None:
+        """What sets a request's cached prefixes apart, if it asks for that salt; an empty one stays what it is."""
+        if not self._isolated or asked == "":
+            return asked
+        return f"{self.name}:{asked or ''}"
+
     def headers(self) -> dict[str, str]:
         """OpenAI's rate-limit headers, as things stand; none for what has no limit."""
         headers: dict[str, str] = {}
@@ -157,6 +187,20 @@ class Client:
                 headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, int(bucket.level + ROUNDING)))
                 headers[f"x-ratelimit-reset-{kind}"] = f"{bucket.seconds_until(bucket.capacity):.3f}s"
         return headers
+
+    def _wait_for_place(self, choices: int, more: int, most: int) -> None:
+        if choices > most:
+            text = f"{choices:,} choices are asked for; key {self.name!r} has {most:,} at a time here"
+            raise ApiError.bad_request(text, code="choices_above_rate_limit")
+        if self.running + more > most:
+            raise self._refusal(f"{most:,} requests at a time, each choice being one", CONCURRENCY_RETRY_S)
+
+    def _take_prompt(self, bucket: TokenBucket, tokens: int) -> None:
+        if tokens > bucket.capacity:
+            limit = f"key {self.name!r} has {int(bucket.capacity):,} a minute here"
+            raise ApiError.bad_request(f"the prompt has {tokens:,} tokens; {limit}", code="prompt_above_rate_limit")
+        self._wait_for(bucket, tokens, "tokens")
+        bucket.take(tokens)
 
     def _wait_for(self, bucket: TokenBucket, amount: int, kind: str) -> None:
         if seconds := bucket.seconds_until(amount):

@@ -96,7 +96,7 @@ class Call:
             "model": self.model.name,
             "priority": self.client.priority(self.body.priority),
             "deadline": None if timeout is None else self.arrived + timeout + DEADLINE_SLACK_S,
-            "cache_salt": self.body.cache_salt,
+            "cache_salt": self.client.cache_salt(self.body.cache_salt),
         }
 
     @property
@@ -113,14 +113,23 @@ class Call:
         options = self.body.stream_options
         return ChunkWriter(self.head(kind), include_usage=options is not None and options.include_usage)
 
-    def generation(self, processed: Sequence[ProcessedRequest]) -> Generation:
+    def generation(
+        self, processed: Sequence[ProcessedRequest], *, prompt_copies: int = 1, shows_output: bool = True
+    ) -> Generation:
         """Of prompts that the client's limits admit.
+
+        Args:
+            shows_output: whether the answer has the tokens that are made, and the client pays for them.
+            prompt_copies: how often the answer says the log-probabilities of a prompt, where they are asked for.
 
         Raises:
             ApiError: 400 or 429, they do not.
+            InvalidParameter: they ask for too many log-probabilities.
         """
+        self._check_logprobs(processed, prompt_copies)
         prompt_tokens = sum(len(each.prompt_token_ids) for each in processed)
-        self.client.charge_prompt(prompt_tokens)
+        choices = sum(len(each.children) for each in processed)
+        self.client.admit(self.request.state.admission, choices=choices, prompt_tokens=prompt_tokens)
 
         def first_token() -> None:
             seconds = max(0.0, self.service.clock() - self.arrived)
@@ -130,10 +139,22 @@ class Call:
             self.model.client,
             self.model.tokenizer,
             processed,
+            idle_timeout=self.service.limits.idle_timeout,
+            pause=self.service.pace.wait,
             on_first_token=first_token,
-            on_tokens=self.client.charge_output,
+            on_tokens=self.client.charge_output if shows_output else lambda _: None,
             on_refused=lambda: self.client.give_back(prompt_tokens),
         )
+
+    def _check_logprobs(self, processed: Sequence[ProcessedRequest], prompt_copies: int) -> None:
+        of_outputs, of_prompts = logprobs_asked(processed, prompt_copies)
+        of_prompts_name = "logprobs" if self.body.prompt_logprobs is None else "prompt_logprobs"  # by `echo`
+        limit = self.service.limits.max_logprobs
+        for name, count in (("logprobs", of_outputs), (of_prompts_name, of_prompts)):
+            if count > limit:
+                raise InvalidParameter(
+                    name, f"{name}: the answer could have {count:,} log-probabilities; at most {limit:,} are allowed"
+                )
 
     async def results(self, generation: Generation) -> list[RequestOutput]:
         """All outputs, when they have ended; ends the generation as soon as the client goes away."""
@@ -147,18 +168,35 @@ class Call:
     async def stream(self, events: AsyncGenerator[bytes, None]) -> Response:
         """A response of SSE bytes, which starts them when it is sent."""
 
-        async def in_time() -> AsyncGenerator[bytes, None]:
-            async with asyncio.timeout(self.seconds_left), aclosing(events):
-                async for data in events:
-                    yield data
+        stream = EventStream(self.in_time(events), pace=self.service.pace, heartbeat=self.service.limits.heartbeat)
+        return EventStreamResponse(stream)
 
-        limits = self.service.limits
-        return EventStreamResponse(EventStream(in_time(), pace=self.service.pace, heartbeat=limits.heartbeat))
+    async def in_time(self, source: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        """The source's items, until the request is given up.
+
+        Raises:
+            TimeoutError: it is.
+        """
+        async with asyncio.timeout(self.seconds_left), aclosing(source):
+            async for data in source:
+                yield data
 
 
 async def on_cpu(characters: int, work: Callable[[], T]) -> T:
     """Runs text work here, or on a thread where it is long; of a prompt of tokens they are what is counted."""
     return await asyncio.to_thread(work) if characters > LONG_TEXT else work()
+
+
+def logprobs_asked(processed: Sequence[ProcessedRequest], prompt_copies: int) -> tuple[int, int]:
+    """How many log-probabilities an answer may have: of outputs, and of prompts."""
+    of_outputs = of_prompts = 0
+    for each in processed:
+        params = each.params
+        if params.logprobs is not None:
+            of_outputs += params.n * (params.max_tokens or 0) * (1 + params.logprobs)
+        if params.prompt_logprobs is not None:
+            of_prompts += prompt_copies * len(each.prompt_token_ids) * (1 + params.prompt_logprobs)
+    return of_outputs, of_prompts
 
 
 def usage_of(results: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -14,14 +14,12 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.openai.errors import api_error, is_unexpected
+from app.transport import gathering_s
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": waiting\n\n"
-
-FEW_STREAMS = 8
-SECONDS_PER_STREAM = 0.001
 
 T = TypeVar("T")
 
@@ -51,10 +49,13 @@ class ChunkWriter:
 
 
 class Pace:
-    """How long a stream gathers tokens before it sends again: nothing with few streams, more with each one more.
+    """How long a generation waits before it takes more tokens; what comes meanwhile is one event, and one send.
 
-    A send costs the ingress and the proxy before it the same whatever its size; this bounds the sends per second
-    of all streams together at 1 / SECONDS_PER_STREAM while that keeps a stream's wait below `longest`.
+    Half as long as a replica gathers: then a stream is ready when its replica's next item comes, whenever its own
+    first token came, and all streams of a replica go on together.
+
+    Attributes:
+        open_streams: there are in this process.
     """
 
     def __init__(self, longest: float) -> None:
@@ -62,18 +63,16 @@ class Pace:
         self.open_streams = 0
 
     def wait(self) -> float:
-        """In seconds, for a stream that has just sent."""
-        if self.open_streams <= FEW_STREAMS:
-            return 0.0
-        return min(self._longest, self.open_streams * SECONDS_PER_STREAM)
+        """In seconds, for whoever has just been given something."""
+        return gathering_s(self.open_streams, self._longest) / 2
 
 
 class EventStream:
-    """A source of SSE bytes, read ahead by a task of its own and handed out coalesced.
+    """A source of SSE bytes, read ahead by a task of its own; what was read during a send goes together.
 
-    Belongs to one response, on one loop. Used in a `with`: entering starts the task, leaving cancels it, and the task
-    closes the source. Leaving awaits nothing, so that no cancellation, however many come and whenever, keeps a source
-    open.
+    Counts among its pace's streams while it is open. Belongs to one response, on one loop. Used in a `with`: entering
+    starts the task, leaving cancels it, and the task closes the source. Leaving awaits nothing, so that no
+    cancellation, however many come and whenever, keeps a source open.
     """
 
     def __init__(self, source: AsyncGenerator[bytes, None], *, pace: Pace, heartbeat: float) -> None:
@@ -111,8 +110,6 @@ class EventStream:
                 sent = bytes(self._ready)
                 self._ready.clear()
                 yield sent
-                if not self._ended:
-                    await asyncio.sleep(self._pace.wait())
             elif self._ended:
                 break
             elif not await self._wait_for_news():

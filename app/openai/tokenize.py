@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,7 +21,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     if content.get("messages") is not None:
         chat = validate(content, TokenizeChatRequest)
         model = service.model(chat.model)
-        return await _tokens(model, chat.characters(), lambda: _render(model.tokenizer, chat), chat.return_token_strs)
+        return await _tokens(model, chat.characters(), lambda: render(model.tokenizer, chat), chat.return_token_strs)
     text = validate(content, TokenizeTextRequest)
     model = service.model(text.model)
     return await _tokens(
@@ -34,27 +34,38 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 async def detokenize(service: Service, request: Request) -> Response:
     body = await parse_body(request, DetokenizeRequest, service.limits.max_body_bytes)
-    model = service.model(body.model)
+    text = await detokenized(service.model(body.model), body.tokens)
+    return await on_cpu(len(text), lambda: json_response({"prompt": text}))
+
+
+async def detokenized(model: ServedModel, tokens: Sequence[int]) -> str:
+    """The text of tokens.
+
+    Raises:
+        InvalidParameter: the model has no such token.
+    """
     vocab_size = model.tokenizer.vocab_size
-    for token in body.tokens:
-        if not 0 <= token < vocab_size:
-            raise InvalidParameter.of("tokens", token, f"token ids must be in [0, {vocab_size - 1}]")
-    text = await on_cpu(len(body.tokens), lambda: model.tokenizer.decode(body.tokens, skip_special_tokens=False))
-    return json_response({"prompt": text})
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise InvalidParameter.of("tokens", wrong, f"token ids must be in [0, {vocab_size - 1}]")
+    return await on_cpu(len(tokens), lambda: model.tokenizer.decode(tokens, skip_special_tokens=False))
 
 
-def _render(tokenizer: Tokenizer, chat: TokenizeChatRequest) -> list[int]:
+def render(tokenizer: Tokenizer, chat: TokenizeChatRequest) -> list[int]:
     args = chat.template_args()
     variables = args.pop("chat_template_kwargs") or {}
     return tokenizer.apply_chat_template(chat.template_messages(), **args, **variables)
 
 
 async def _tokens(model: ServedModel, characters: int, work: Callable[[], list[int]], with_texts: bool) -> Response:
-    tokens = await on_cpu(characters, work)
-    content = {
-        "count": len(tokens),
-        "max_model_len": model.model_config.max_model_len,
-        "tokens": tokens,
-        "token_strs": [model.tokenizer.token_text(token) for token in tokens] if with_texts else None,
-    }
-    return json_response(content)
+    def answer() -> Response:
+        tokens = work()
+        content = {
+            "count": len(tokens),
+            "max_model_len": model.model_config.max_model_len,
+            "tokens": tokens,
+            "token_strs": [model.tokenizer.token_text(token) for token in tokens] if with_texts else None,
+        }
+        return json_response(content)
+
+    return await on_cpu(characters, answer)

@@ -10,6 +10,7 @@ never held while code of others runs.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +67,7 @@ class CachedBlocks:
         self._awaiting_snapshot = False
 
     def forget(self) -> None:
-        """After a lost connection or a snapshot that failed: the next event asks for a snapshot."""
+        """Whatever is known is old: the next event asks for a snapshot."""
         self._next_seq = None
         self._awaiting_snapshot = False
         self._held_back = []
@@ -88,10 +89,12 @@ class ReplicaState:
     Attributes:
         load: as the replica reported it last; None until it did.
         in_flight: requests that this process has there.
+        is_lost: its stream broke, and nothing has come from it since.
     """
 
     load: EngineLoad | None = None
     in_flight: int = 0
+    is_lost: bool = False
     blocks: CachedBlocks = field(default_factory=CachedBlocks)
 
     @property
@@ -102,7 +105,10 @@ class ReplicaState:
         return max(reported, self.in_flight)
 
     @property
-    def waiting(self) -> int:
+    def waiting(self) -> float:
+        """Requests that wait there. A replica that is lost is as good as full: Ray may be slow to see that it died."""
+        if self.is_lost:
+            return math.inf
         return self.load.waiting if self.load else 0
 
 
@@ -111,6 +117,7 @@ class _Call:
     num_requests: int
     replica_id: str | None = None
     accepted: bool = False
+    refused_by: set[str] = field(default_factory=set)
 
 
 class ReplicaIndex:
@@ -159,11 +166,17 @@ class ReplicaIndex:
             call.replica_id = replica_id
             self._replicas.setdefault(replica_id, ReplicaState()).in_flight += call.num_requests
 
-    def candidates(self, replica_ids: Collection[str]) -> list[tuple[str, int, int]]:
+    def candidates(self, replica_ids: Collection[str]) -> list[tuple[str, int, float]]:
         """(id, requests, waiting requests) of each of the replicas."""
         with self._lock:
             states = [(replica_id, self._replicas.get(replica_id)) for replica_id in replica_ids]
             return [(i, state.requests, state.waiting) if state else (i, 0, 0) for i, state in states]
+
+    def refusals(self, call_id: str) -> frozenset[str]:
+        """The replicas that refused a call."""
+        with self._lock:
+            call = self._calls.get(call_id)
+            return frozenset(call.refused_by) if call else frozenset()
 
     # ---- called by the transport, on its loop ----
 
@@ -186,6 +199,17 @@ class ReplicaIndex:
         """Notes a call that is about to be routed."""
         with self._lock:
             self._calls[call_id] = _Call(num_requests)
+
+    def refuse(self, call_id: str) -> bool:
+        """Notes that the replica which was given a call refused it. True: there is one that has not."""
+        with self._lock:
+            call = self._calls.get(call_id)
+            if call is None or call.replica_id is None or not call.accepted:
+                return False
+            call.refused_by.add(call.replica_id)
+            self._release(call)
+            call.replica_id, call.accepted = None, False
+            return not self._members <= call.refused_by
 
     def end(self, call_id: str) -> None:
         """Forgets a call."""
@@ -210,6 +234,14 @@ class ReplicaIndex:
         with self._lock:
             if replica_id in self._replicas:
                 self._replicas[replica_id].load = load
+                self._replicas[replica_id].is_lost = False
+
+    def lose(self, replica_id: str) -> None:
+        """After its stream broke: what was known of it is old."""
+        with self._lock:
+            if replica_id in self._replicas:
+                self._replicas[replica_id].is_lost = True
+                self._replicas[replica_id].blocks.forget()
 
     def apply_events(self, replica_id: str, seq: int, events: Sequence[KVEvent]) -> bool:
         """See CachedBlocks.apply."""
@@ -224,7 +256,7 @@ class ReplicaIndex:
                 self._replicas[replica_id].blocks.restore(seq, stored)
 
     def forget_blocks(self, replica_id: str) -> None:
-        """See CachedBlocks.forget."""
+        """After a snapshot that failed; see CachedBlocks.forget."""
         with self._lock:
             if replica_id in self._replicas:
                 self._replicas[replica_id].blocks.forget()

@@ -19,7 +19,7 @@ ROUTED_METHOD = "generate"
 
 
 def rank_by_load(
-    candidates: Sequence[tuple[str, int, int]], max_waiting: int, choose: Callable[[list[Any], int], list[Any]]
+    candidates: Sequence[tuple[str, int, float]], max_waiting: int, choose: Callable[[list[Any], int], list[Any]]
 ) -> list[str]:
     """Replica ids in the order in which to try them.
 
@@ -33,7 +33,7 @@ def rank_by_load(
         choose: random.sample, or what stands for it.
     """
 
-    def cost(candidate: tuple[str, int, int]) -> tuple[bool, int]:
+    def cost(candidate: tuple[str, int, float]) -> tuple[bool, int]:
         return candidate[2] >= max(max_waiting, 1), candidate[1]
 
     shuffled = choose(list(candidates), len(candidates))
@@ -80,8 +80,10 @@ class LoadRouter(RequestRouter):
             # A pinned replica that is gone does not come back: another one refuses the call, which then ends.
             return [candidates]
         index = self._replica_index()
-        order = rank_by_load(index.candidates(by_id.keys()), self._max_waiting, random.sample)
-        index.assign(pending.args[0][0].request_id, order[0])
+        call_id = pending.args[0][0].request_id
+        untried = by_id.keys() - index.refusals(call_id)
+        order = rank_by_load(index.candidates(untried or by_id.keys()), self._max_waiting, random.sample)
+        index.assign(call_id, order[0])
         return [[by_id[replica_id]] for replica_id in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:

@@ -9,9 +9,22 @@ import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
+GRPC_SERVICERS = [
+    "app.grpc.proxy.add_manta",
+    "app.grpc.proxy.add_health",
+]
+
 
 @pytest.fixture(scope="session")
-def serve_url() -> Iterator[str]:
+def grpc_port() -> int:
+    """Where Serve's gRPC proxy listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def serve_url(grpc_port: int) -> Iterator[str]:
     """Starts Ray and Serve; the value is where Serve's HTTP proxy listens."""
     import ray
     from ray import serve
@@ -20,10 +33,11 @@ def serve_url() -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # More logical CPUs than there are: what the tests start mostly sleeps.
-    ray.init(num_cpus=32, include_dashboard=False, logging_level="error", log_to_driver=False)
+    ray.init("local", num_cpus=32, include_dashboard=False, logging_level="error", log_to_driver=False)
     serve.start(
         proxy_location="HeadOnly",
         http_options={"host": "127.0.0.1", "port": port},
+        grpc_options={"port": grpc_port, "grpc_servicer_functions": GRPC_SERVICERS},
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )
     yield f"http://127.0.0.1:{port}"

@@ -1,15 +1,21 @@
 """What a configuration may say, and what it is told where it may not."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
+from ray import serve
+from ray.serve._private.common import DeploymentID
+from ray.serve.autoscaling_policy import _apply_autoscaling_config
+from ray.serve.config import AutoscalingContext
 from ray.serve.schema import ServeDeploySchema
 
 from app.config import CONTROL_CALLS, Access, ApiKey, Autoscaling, Ingress, ModelDeployment, ServiceConfig
 from app.main import build
+from app.requirements import KIND
 
 DEMO = Path(__file__).parents[2] / "serve_configs" / "demo.yaml"
 
@@ -70,6 +76,14 @@ def model(**given: Any) -> dict[str, Any]:
         ({"models": [model()], "access": {"open": True, "keys_env": "K"}}, "access", "say who may use the service"),
         ({"models": [model()], "access": {"keys_file": ""}}, "access.keys_file", "at least 1 character"),
         ({"models": [model(name="a/b"), model(name="a b")]}, "models", "special characters only"),
+        (
+            {"models": [model()], "access": {"open": True, "isolate_prefix_cache": True}},
+            "access",
+            "isolate_prefix_cache: keys tell clients apart",
+        ),
+        ({"models": [model(lease_s=float("inf"))]}, "models.0.lease_s", "finite number"),
+        ({"models": [model()], "ingress": {"heartbeat_s": float("nan")}}, "ingress.heartbeat_s", "finite number"),
+        ({"models": [model(resources={"fast": float("inf")})]}, "models.0.resources.fast", "finite number"),
     ],
 )
 def test_an_error_names_the_field_and_what_it_may_be(given: dict[str, Any], where: str, says: str) -> None:
@@ -133,6 +147,58 @@ def test_an_application_has_a_deployment_for_each_model_and_an_ingress() -> None
     assert {d.name for d in deployments.values()} == {"model-demo", "model-second-one"}
     assert deployments["second/one"].ray_actor_options["num_gpus"] == 1
     scaled = deployments["second/one"]._deployment_config.autoscaling_config
-    assert (scaled.min_replicas, scaled.max_replicas, scaled.target_ongoing_requests) == (2, 4, 8)
+    assert (scaled.min_replicas, scaled.max_replicas) == (2, 4)
     assert deployments["demo"].num_replicas == 1
     assert application._bound_deployment.name == "ingress"
+
+
+def replicas_model(config: dict[str, Any]) -> serve.Deployment:
+    """The deployment of the only model of a configuration."""
+    given = ServiceConfig.model_validate({"access": {"open": True}, "cluster_autoscales": True} | config)
+    ((_, bound),) = build(given)._bound_deployment.init_args[1].items()
+    return bound._bound_deployment
+
+
+def test_replicas_are_kept_from_gpus_with_too_little_memory() -> None:
+    options = replicas_model({"models": [model(num_gpus=1, gpu_memory_gb=24)]}).ray_actor_options
+    assert options["label_selector"] == {KIND: "!in(K80,P4,P100,V100,T4,A2,A16,RTX-A4000)"}
+    assert "label_selector" not in replicas_model({"models": [model(num_gpus=1)]}).ray_actor_options
+
+
+@pytest.mark.parametrize("target", [0.5, 1, 48])
+@pytest.mark.parametrize("ingresses", [1, 5])
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+@pytest.mark.parametrize("requests", [0, 1, 7.5, 100])
+def test_autoscaling_follows_requests_and_not_the_streams_of_ingresses(
+    target: float, ingresses: int, replicas: int, requests: float
+) -> None:
+    autoscaling = {
+        "max_replicas": 1000,
+        "target_ongoing_requests": target,
+        "upscale_delay_s": 0,
+        "downscale_delay_s": 0,
+    }
+    deployment = replicas_model({"models": [model(autoscaling=autoscaling)], "ingress": {"num_replicas": ingresses}})
+    config = deployment._deployment_config.autoscaling_config
+    context = AutoscalingContext(
+        deployment_id=DeploymentID("model-demo"),
+        deployment_name="model-demo",
+        app_name="app",
+        current_num_replicas=replicas,
+        target_num_replicas=replicas,
+        running_replicas=[],
+        # What Ray counts: each replica has a stream to each ingress.
+        total_num_requests=requests + replicas * ingresses,
+        total_queued_requests=0.0,
+        aggregated_metrics=None,
+        raw_metrics=None,
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=1000,
+        policy_state={},
+        last_scale_up_time=None,
+        last_scale_down_time=None,
+        current_time=0.0,
+        config=config,
+    )
+    decided, _ = _apply_autoscaling_config(config.policy.get_policy())(context)
+    assert max(1, decided) == max(1, math.ceil(requests / target))

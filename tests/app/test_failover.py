@@ -15,8 +15,8 @@ import pytest
 
 from app import failover
 from app.engine_client import RayEngineClient
-from app.failover import MAX_DEATHS, ResumingClient
-from app.transport import EngineFailed, NoReplica, QueueFull, ReplicaDied, TransportError
+from app.failover import MAX_DEATHS, MAX_DEATHS_IN_ALL, ResumingClient
+from app.transport import PROVEN_TOKENS, EngineFailed, NoReplica, QueueFull, ReplicaDied, TransportError
 from engine.outputs import EngineOutput, TokenLogprobs
 from engine.request import EngineRequest, FinishReason
 from tests.app.scripted_engine import request
@@ -44,16 +44,21 @@ class Replicas:
 
     Attributes:
         attempts: the requests of each.
+        trials: whether each was a trial.
         aborted: ids that were to end early.
     """
 
     def __init__(self, *script: tuple[int, TransportError | None]) -> None:
         self._script = list(script)
         self.attempts: list[list[EngineRequest]] = []
+        self.trials: list[bool] = []
         self.aborted: list[str] = []
 
-    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
+    async def generate(
+        self, requests: Sequence[EngineRequest], *, on_trial: bool = False
+    ) -> AsyncGenerator[list[EngineOutput], None]:
         self.attempts.append(list(requests))
+        self.trials.append(on_trial)
         steps, error = self._script.pop(0)
         running = {each.request_id: (each, len(each.output_token_ids)) for each in requests}
         while running and (steps > 0 or error is None):
@@ -115,7 +120,9 @@ async def test_a_resumed_request_that_was_resumed_before_keeps_its_tokens() -> N
 
 async def test_rows_of_prompt_logprobs_are_not_asked_for_again() -> None:
     class Prompts(Replicas):
-        async def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
+        async def generate(
+            self, requests: Sequence[EngineRequest], *, on_trial: bool = False
+        ) -> AsyncGenerator[list[EngineOutput], None]:
             self.attempts.append(list(requests))
             if len(self.attempts) == 1:
                 yield [EngineOutput(requests[0].request_id, prompt_logprobs=rows(7))]
@@ -134,11 +141,75 @@ async def test_a_request_under_which_replica_after_replica_dies_is_given_up() ->
     assert len(replicas.attempts) == MAX_DEATHS
 
 
+async def test_the_last_attempt_of_a_request_under_which_replicas_died_is_a_trial() -> None:
+    busy = QueueFull("a trial is on")
+    replicas = Replicas((2, died("a")), (0, died("b")), (0, busy), (PROVEN_TOKENS, died("c")), (0, None))
+    tokens = await run(ResumingClient(replicas, resume_wait_s=5), request("r", 1, max_tokens=PROVEN_TOKENS + 4))
+    assert tokens == {"r": list(range(1, PROVEN_TOKENS + 5))}
+    assert replicas.trials == [False, False, True, True, False]
+
+
 async def test_progress_between_deaths_clears_the_suspicion() -> None:
     deaths = 2 * MAX_DEATHS
-    replicas = Replicas(*((1, died(f"replica {number}")) for number in range(deaths)), (0, None))
-    spec = request("r", 7, max_tokens=deaths + 2)
-    assert await run(ResumingClient(replicas, resume_wait_s=5), spec) == {"r": list(range(7, 9 + deaths))}
+    replicas = Replicas(*((PROVEN_TOKENS, died(f"replica {number}")) for number in range(deaths)), (0, None))
+    spec = request("r", 7, max_tokens=PROVEN_TOKENS * deaths + 2)
+    tokens = list(range(7, 9 + PROVEN_TOKENS * deaths))
+    assert await run(ResumingClient(replicas, resume_wait_s=5), spec) == {"r": tokens}
+
+
+async def test_what_kills_replicas_in_a_decode_step_is_given_up_too() -> None:
+    replicas = Replicas(*((1, died(f"replica {number}")) for number in range(30)))
+    with pytest.raises(EngineFailed, match=f"{MAX_DEATHS} replicas that served it died"):
+        await run(ResumingClient(replicas, resume_wait_s=5), request("poison", max_tokens=100))
+    assert replicas.trials == [False, False, True]
+
+
+async def test_a_sibling_that_ends_does_not_clear_the_suspicion_of_the_others() -> None:
+    replicas = Replicas(*((2, died(f"replica {number}")) for number in range(30)))
+    children = [request("short", 10, max_tokens=2), request("poison", 50, max_tokens=100)]
+    with pytest.raises(EngineFailed):
+        await run(ResumingClient(replicas, resume_wait_s=5), *children)
+    assert len(replicas.attempts) == MAX_DEATHS
+
+
+async def test_no_request_is_tried_for_ever() -> None:
+    replicas = Replicas(*((PROVEN_TOKENS, died(f"replica {number}")) for number in range(3 * MAX_DEATHS_IN_ALL)))
+    with pytest.raises(EngineFailed, match=f"{MAX_DEATHS_IN_ALL} replicas that served it died"):
+        await run(ResumingClient(replicas, resume_wait_s=5), request("r", max_tokens=1000))
+    assert len(replicas.attempts) == MAX_DEATHS_IN_ALL
+
+
+async def test_without_a_wait_a_request_is_tried_once_more() -> None:
+    replicas = Replicas((2, died("a")), (0, None))
+    assert await run(ResumingClient(replicas, resume_wait_s=0), request("r", 1, max_tokens=4)) == {"r": [1, 2, 3, 4]}
+    replicas = Replicas((2, died("a")), (0, NoReplica("none is up")), (0, None))
+    with pytest.raises(NoReplica):
+        await run(ResumingClient(replicas, resume_wait_s=0), request("r", 1, max_tokens=4))
+
+
+async def test_the_wait_starts_again_with_each_replica_that_took_the_request() -> None:
+    now = iter(range(0, 1000, 4))
+    replicas = Replicas((2, died("a")), (0, NoReplica("none is up")), (0, died("b")), (0, NoReplica("none")), (0, None))
+    client = ResumingClient(replicas, resume_wait_s=9, clock=lambda: next(now))
+    assert await run(client, request("r", 1, max_tokens=4)) == {"r": [1, 2, 3, 4]}
+
+
+async def test_pauses_grow_while_nobody_takes_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(failover.asyncio, "sleep", sleep)
+    replicas = Replicas((2, died("a")), *((0, QueueFull("full")) for _ in range(12)), (0, None))
+    resumed: list[None] = []
+    client = ResumingClient(replicas, resume_wait_s=60, on_resume=lambda: resumed.append(None))
+    await run(client, request("r", max_tokens=4))
+    waits = [each for each in pauses if each]
+    assert waits == sorted(waits)
+    assert len(waits) == 13
+    assert waits[-1] == failover.LONGEST_PAUSE_S
+    assert len(resumed) == 1
 
 
 async def test_one_dead_replica_that_is_tried_again_counts_once() -> None:

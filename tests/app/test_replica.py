@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.replica import IngressSession, PromptCall
-from app.transport import CallEnd, QueueFull, ReplicaDied, StreamItem, unpack
+from app.transport import PROVEN_TOKENS, CallEnd, QueueFull, ReplicaDied, StreamItem, unpack
 from engine.kv_cache.events import BlockStored
 from engine.outputs import EngineLoad, EngineOutput
 from engine.request import FinishReason
@@ -87,6 +87,35 @@ async def test_a_burst_between_two_steps_fills_engine_and_queue_and_no_more(repl
     await asyncio.gather(*running, return_exceptions=True)
     assert len((await replica.state(pinned_to="me"))["aborted"]) == 7
     assert (await replica.generate((request("next"),), "ingress")).error is None
+    await reader.close()
+
+
+async def test_prompts_on_trial_are_taken_one_at_a_time_and_others_beside_them(replica: ScriptedReplica) -> None:
+    reader = await Reader(replica).opened()
+    suspect = asyncio.create_task(replica.generate((request("suspect", HANG),), "ingress", on_trial=True))
+    await asyncio.sleep(0)
+    refused = await replica.generate((request("next"),), "ingress", on_trial=True)
+    assert isinstance(refused.error, QueueFull)
+    assert (await replica.state(pinned_to="me"))["running"] == [], "who comes at the same time is told before it runs"
+    assert (await replica.generate((request("other"),), "ingress")).error is None
+    suspect.cancel()
+    await asyncio.gather(suspect, return_exceptions=True)
+    assert (await replica.generate((request("next"),), "ingress", on_trial=True)).error is None
+    await reader.close()
+
+
+async def test_a_few_tokens_end_a_trial(replica: ScriptedReplica) -> None:
+    reader = await Reader(replica).opened()
+    innocent = asyncio.create_task(replica.generate((request("innocent", 1, 10**6),), "ingress", on_trial=True))
+    while not reader.tokens("innocent"):
+        await asyncio.sleep(0.001)
+    assert isinstance((await replica.generate((request("early"),), "ingress", on_trial=True)).error, QueueFull)
+    while len(reader.tokens("innocent")) < PROVEN_TOKENS:
+        await asyncio.sleep(0.001)
+    assert (await replica.generate((request("next"),), "ingress", on_trial=True)).error is None
+    assert not innocent.done()
+    innocent.cancel()
+    await asyncio.gather(innocent, return_exceptions=True)
     await reader.close()
 
 
@@ -239,3 +268,51 @@ async def test_a_stream_without_outputs_still_tells_the_load_and_the_events() ->
         session.after_step(Step([], [BlockStored((b"x",), None)], EngineLoad(9, 0, 0, 0, 100)))  # type: ignore[arg-type]
     item: Any = await asyncio.wait_for(anext(items), 5)
     assert (item.outputs, len(item.kv_events), item.load.running) == ([], 5, 9)
+
+
+def many_prompts(session: IngressSession) -> list[PromptCall]:
+    """Each has had its first token, and the stream has brought it."""
+    calls = [PromptCall(session, (request(f"r{index}"),)) for index in range(9)]
+    session.calls.update(calls)
+    for index, call in enumerate(calls):
+        call.take(EngineOutput(f"r{index}", (0,)))
+    return calls
+
+
+async def test_tokens_of_many_prompts_are_gathered_and_firsts_and_lasts_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("app.transport.SECONDS_PER_STREAM", 3600.0)
+    session = IngressSession("s", NO_LOAD, kv_seq=0, gather_s=3600.0)
+    items = session.items()
+    await anext(items)
+    calls = many_prompts(session)
+    session.after_step(Step([], [], NO_LOAD))  # type: ignore[arg-type]
+    assert len((await asyncio.wait_for(anext(items), 10)).outputs) == 9
+    reading = asyncio.ensure_future(anext(items))
+    for token in range(3):
+        calls[0].take(EngineOutput("r0", (token,)))
+        session.after_step(Step([], [], NO_LOAD))  # type: ignore[arg-type]
+        await asyncio.sleep(0.001)
+    assert not reading.done()
+    calls[1].take(EngineOutput("r1", (9,), finish_reason=FinishReason.LENGTH))
+    session.after_step(Step([], [], NO_LOAD))  # type: ignore[arg-type]
+    item = await asyncio.wait_for(reading, 10)
+    assert [(o.request_id, o.new_token_ids) for o in item.outputs] == [
+        ("r0", (0,)),
+        ("r0", (1,)),
+        ("r0", (2,)),
+        ("r1", (9,)),
+    ]
+
+
+async def test_tokens_that_were_gathered_come_without_another_step() -> None:
+    session = IngressSession("s", NO_LOAD, kv_seq=0, gather_s=0.01)
+    items = session.items()
+    await anext(items)
+    calls = many_prompts(session)
+    session.after_step(Step([], [], NO_LOAD))  # type: ignore[arg-type]
+    await anext(items)
+    calls[0].take(EngineOutput("r0", (7,)))
+    session.after_step(Step([], [], NO_LOAD))  # type: ignore[arg-type]
+    assert [o.new_token_ids for o in (await asyncio.wait_for(anext(items), 10)).outputs] == [(7,)]

@@ -109,6 +109,24 @@ async def test_where_ray_sent_a_call_overrules_the_choice(router: LoadRouter) ->
     assert (router._index.in_flight("a"), router._index.in_flight("b")) == (0, 3)
 
 
+async def test_replicas_that_refused_a_call_are_left_out_while_there_are_others(router: LoadRouter) -> None:
+    index = router._index
+    assert index is not None
+    replicas = [replica("a"), replica("b")]
+    index.set_members(["a", "b"])
+    pending = call("generate", (request("r"),), "ingress")
+    index.begin("r", 1)
+    router.on_request_routed(pending, replicas[0].replica_id, None)
+    assert index.refuse("r"), "b is left"
+    assert (index.in_flight("a"), index.replica_of("r")) == (0, None)
+    for _ in range(10):
+        assert await router.choose_replicas(replicas, pending) == [[replicas[1]]]
+    assert not index.refuse("r"), "it is given to b, which has not answered"
+    router.on_request_routed(pending, replicas[1].replica_id, None)
+    assert not index.refuse("r"), "nobody is left"
+    assert len(await router.choose_replicas(replicas, pending)) == 2
+
+
 async def test_a_choice_that_fails_leaves_it_to_ray(router: LoadRouter) -> None:
     replicas = [replica("a"), replica("b")]
     nonsense = call("generate", "not a tuple of requests")

@@ -50,7 +50,12 @@ def service(serve_url: str, tiny_folder: Path) -> Iterator[str]:
                 for name, replicas, seed in (("tiny", 2, 0), ("other", 1, 1))
             ],
             "access": {"open": True},
-            "ingress": {"num_replicas": 2, "num_cpus": 0.1, "graceful_shutdown_timeout_s": 10},
+            "ingress": {
+                "num_replicas": 2,
+                "num_cpus": 0.1,
+                "graceful_shutdown_timeout_s": 10,
+                "metrics_max_age_s": 0,
+            },
             "log_level": "WARNING",
         }
     )

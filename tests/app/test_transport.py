@@ -43,9 +43,9 @@ def new_id() -> str:
     return uuid.uuid4().hex[:8]
 
 
-async def tokens_of(client: RayEngineClient, *requests: EngineRequest) -> dict[str, list[int]]:
+async def tokens_of(client: RayEngineClient, *requests: EngineRequest, on_trial: bool = False) -> dict[str, list[int]]:
     got: dict[str, list[int]] = {r.request_id: [] for r in requests}
-    async for outputs in client.generate(requests):
+    async for outputs in client.generate(requests, on_trial=on_trial):
         for output in outputs:
             got[output.request_id] += output.new_token_ids
     return got
@@ -305,6 +305,54 @@ async def test_a_full_queue_refuses_until_there_is_room(deploy_scripted: Callabl
                 return False
 
         assert await eventually(served)
+
+
+@pytest.fixture
+async def half_full(shared: Any) -> AsyncIterator[RayEngineClient]:
+    """A client of two replicas, equally loaded, one of which refuses trials."""
+    async with client_of(shared) as client:
+        suspect = asyncio.create_task(tokens_of(client, request(new_id(), HANG), on_trial=True))
+
+        async def running(number: int) -> bool:
+            return len(await on_replicas(client, "running")) == number
+
+        assert await eventually(lambda: running(1))
+        balance = asyncio.create_task(tokens_of(client, request(new_id(), HANG)))
+        assert await eventually(lambda: running(2))
+        yield client
+        for task in (suspect, balance):
+            task.cancel()
+        await asyncio.gather(suspect, balance, return_exceptions=True)
+        assert await eventually(lambda: running(0))
+
+
+async def test_what_one_replica_refuses_another_one_takes(half_full: RayEngineClient) -> None:
+    for _ in range(12):
+        assert list((await tokens_of(half_full, request(new_id()), on_trial=True)).values()) == [[1, 2, 3, 4, 5]]
+
+
+async def test_what_all_replicas_refuse_is_refused(half_full: RayEngineClient) -> None:
+    second = asyncio.create_task(tokens_of(half_full, request(new_id(), HANG), on_trial=True))
+
+    async def three_run() -> bool:
+        return len(await on_replicas(half_full, "running")) == 3
+
+    assert await eventually(three_run)
+    with pytest.raises(QueueFull):
+        await tokens_of(half_full, request(new_id()), on_trial=True)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+
+
+async def test_not_all_replicas_are_asked_for_room(half_full: RayEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.engine_client.MAX_REFUSALS", 1)
+
+    async def ask() -> None:
+        for _ in range(30):  # half of them come to the one that refuses
+            await tokens_of(half_full, request(new_id()), on_trial=True)
+
+    with pytest.raises(QueueFull):
+        await ask()
 
 
 async def test_without_a_replica_a_request_gives_up(deploy_scripted: Callable[..., Any]) -> None:

@@ -7,9 +7,11 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 
 from engine.sampling_params import InvalidParameter
 
@@ -127,40 +129,42 @@ class ServiceClient:
             url: of the service, without a path; see `service_url`.
             timeout: seconds that an answer may take from first to last.
         """
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            # Compressed chunks would wait for each other.
-            headers={"content-type": "application/json", "accept-encoding": "identity", **_authorization(api_key)},
-            timeout=None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S),
-        )
-        self._path = PATHS[endpoint]
+        self._url = url + PATHS[endpoint]
+        # Compressed chunks would wait for each other.
+        self._headers = {
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+            **_authorization(api_key),
+        }
         self._timeout = timeout
         self._clock = clock
 
     async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(),
+            trust_env=True,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def send(self, call: Call) -> Answer:
         """One answer, to its end; whatever goes wrong is its failure."""
         reader = StreamReader()
         sent_at = self._clock()
         try:
-            async with (
-                asyncio.timeout(self._timeout),
-                self._http.stream("POST", self._path, content=call.body) as response,
-            ):
-                if response.status_code == httpx.codes.OK:
-                    async for data in response.aiter_raw():
+            async with asyncio.timeout(self._timeout), self._http.post(self._url, data=call.body) as response:
+                if response.status == HTTPStatus.OK:
+                    async for data in response.content.iter_any():
                         reader.feed(data, self._clock())
                 else:
-                    reader.failure = _status_reason(response.status_code, await response.aread())
+                    reader.failure = _status_reason(response.status, await response.read())
         except TimeoutError:
             reader.failure = f"no end within {self._timeout:g} s"
-        except httpx.HTTPError as error:
+        except aiohttp.ClientError as error:
             reader.failure = _transport_reason(error)
         return reader.answer(sent_at, self._clock())
 
@@ -173,10 +177,11 @@ def service_url(url: str) -> str:
     """
     url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        parsed = urlsplit(url)
+        _ = parsed.port
+    except ValueError as error:
         raise InvalidParameter.of("base_url", url, f"is no address: {error}") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not parsed.hostname:
         raise InvalidParameter.of("base_url", url, "must be http:// or https:// and a host")
     return url
 
@@ -188,15 +193,24 @@ def served_models(url: str, api_key: str | None) -> dict[str, int | None]:
         InvalidParameter: no service of this kind answers there.
     """
     try:
-        response = httpx.get(f"{url}/v1/models", headers=_authorization(api_key), timeout=LOOK_UP_S)
-    except httpx.HTTPError as error:
+        status, content = asyncio.run(_get(f"{url}/v1/models", api_key))
+    except (aiohttp.ClientError, TimeoutError) as error:
         raise InvalidParameter("base_url", f"no service answers at {url} ({_transport_reason(error)})") from None
-    if response.status_code != httpx.codes.OK:
-        raise InvalidParameter("base_url", f"{url}/v1/models: {_status_reason(response.status_code, response.content)}")
+    if status != HTTPStatus.OK:
+        raise InvalidParameter("base_url", f"{url}/v1/models: {_status_reason(status, content)}")
     try:
-        return {each["id"]: each.get("max_model_len") for each in response.json()["data"]}
+        return {each["id"]: each.get("max_model_len") for each in json.loads(content)["data"]}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise InvalidParameter("base_url", f"{url}/v1/models is no list of models") from None
+
+
+async def _get(url: str, api_key: str | None) -> tuple[int, bytes]:
+    timeout = aiohttp.ClientTimeout(total=LOOK_UP_S)
+    async with (
+        aiohttp.ClientSession(headers=_authorization(api_key), timeout=timeout, trust_env=True) as session,
+        session.get(url) as response,
+    ):
+        return response.status, await response.read()
 
 
 def _brings_tokens(choice: dict[str, Any], is_last: bool) -> bool:
@@ -225,7 +239,7 @@ def _error_message(content: Any) -> str:
     return _shortened(str(message))
 
 
-def _transport_reason(error: httpx.HTTPError) -> str:
+def _transport_reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 

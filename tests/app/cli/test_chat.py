@@ -7,14 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
+from app.api_keys import hash_key
 from app.cli.main import app
+from app.config import ApiKey
+from app.openai.auth import KeyRing
 from app.transport import EngineFailed
 from engine.tokenizer import Tokenizer
 from tests.app.cli.conftest import Serve
-from tests.app.openai.conftest import saying
+from tests.app.openai.conftest import AppOver, saying
 
 COMMAND = [sys.executable, "-c", "from app.cli.main import app; app()", "chat"]
 
@@ -53,6 +59,27 @@ def test_no_service_is_one_line() -> None:
     done = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:9"], input="x\n")
     assert done.exit_code == 1
     assert done.stderr.startswith("error: no service answers at http://127.0.0.1:9")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", ["option", "environment"])
+def test_key_is_shown_to_the_service(
+    app_over: AppOver, serve_app: Callable[[Any], str], tokenizer: Tokenizer, given: str
+) -> None:
+    keys = KeyRing([ApiKey(name="me", hash=hash_key(b"my-key"))], time.time)
+    url = serve_app(app_over(saying(tokenizer, "Hello"), keys=keys))
+    args, environment = (["--api-key", "my-key"], {}) if given == "option" else ([], {"MANTA_API_KEY": "my-key"})
+    done = CliRunner().invoke(app, ["chat", "--url", url, *args], input="x\n", env=environment)
+    assert (done.exit_code, done.stdout) == (0, "Hello\n")
+    refused = CliRunner().invoke(app, ["chat", "--url", url], input="x\n")
+    assert (refused.exit_code, refused.stderr) == (1, "error: the API key is not known to this service\n")
+
+
+@pytest.mark.parametrize("url", ["ftp://here", "http://", "https://here:port"])
+def test_address_that_is_none_is_one_line(url: str) -> None:
+    done = CliRunner().invoke(app, ["chat", "--url", url], input="x\n")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: url='{url.rstrip('/')}")
     assert done.stderr.count("\n") == 1
 
 

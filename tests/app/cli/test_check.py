@@ -15,11 +15,15 @@ from app.cli.main import app
 DEMO = Path(__file__).parents[3] / "serve_configs" / "demo.yaml"
 
 
-@pytest.fixture
-def port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
 
 
 def check(folder: Path, content: Any) -> tuple[int, str]:
@@ -32,6 +36,7 @@ def check(folder: Path, content: Any) -> tuple[int, str]:
 def demo(port: int) -> dict[str, Any]:
     content = yaml.safe_load(DEMO.read_text())
     content["http_options"]["port"] = port
+    content["grpc_options"]["port"] = free_port()
     return content
 
 
@@ -78,9 +83,62 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
     assert f"service.yaml itself is right, but port {number} on 127.0.0.1 is in use" in output
 
 
+@pytest.mark.parametrize(
+    ("certificate", "key", "problem"),
+    [
+        (None, "here", "ssl_certfile={folder}/absent.pem': there is no such file"),
+        ("here", None, "ssl_keyfile={folder}/absent.pem': there is no such file"),
+        ("here", "here", "ssl_certfile and ssl_keyfile are no certificate and its key"),
+    ],
+)
+def test_a_certificate_that_is_absent_or_none_is_named(
+    tmp_path: Path, port: int, certificate: str | None, key: str | None, problem: str
+) -> None:
+    (tmp_path / "here.pem").write_text("nothing")
+    content = demo(port)
+    content["http_options"] |= {
+        "ssl_certfile": str(tmp_path / f"{certificate or 'absent'}.pem"),
+        "ssl_keyfile": str(tmp_path / f"{key or 'absent'}.pem"),
+    }
+    code, output = check(tmp_path, content)
+    assert code == 2
+    assert output.startswith(f"error: {tmp_path / 'service.yaml'}: http_options: ")
+    assert problem.format(folder=f"'{tmp_path}") in output
+    assert "Traceback" not in output
+
+
 @pytest.mark.parametrize("content", ["a: [", "just text", {"applications": [{"name": "x"}]}])
 def test_a_file_of_another_kind_is_refused_in_words(tmp_path: Path, content: Any) -> None:
     code, output = check(tmp_path, content)
     assert code == 2
     assert output.startswith("error: ")
     assert "Traceback" not in output
+
+
+def test_a_grpc_port_that_is_taken_on_any_address_is_named(tmp_path: Path, port: int) -> None:
+    content = demo(port)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        content["grpc_options"]["port"] = number = taken.getsockname()[1]
+        code, output = check(tmp_path, content)
+        assert code == 2
+        assert f"port {number} for gRPC is in use" in output
+        del content["grpc_options"]["grpc_servicer_functions"]
+        assert check(tmp_path, content)[0] == 0, "Serve then starts no gRPC proxy"
+
+
+def test_a_grpc_service_that_is_not_there_is_named(tmp_path: Path, port: int) -> None:
+    content = demo(port)
+    content["grpc_options"]["grpc_servicer_functions"][0] = "app.grpc.proxy.add_manat"
+    code, output = check(tmp_path, content)
+    assert code == 2
+    assert "grpc_servicer_functions: 'app.grpc.proxy.add_manat' cannot be imported" in output
+
+
+def test_http_and_grpc_have_ports_of_their_own(tmp_path: Path, port: int) -> None:
+    content = demo(port)
+    content["grpc_options"]["port"] = port
+    code, output = check(tmp_path, content)
+    assert code == 2
+    assert f"grpc_options: port: {port} is the port of http_options" in output

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from app.openai import IngressMetrics, Limits, ServedModel, create_app
 from app.openai.auth import KeyRing
+from app.openai.intake import Intake
 from app.transport import EngineClient
 from engine.config import EngineConfig, ModelConfig
 from engine.hub import load_model_config
@@ -45,7 +46,14 @@ AppOver = Callable[..., FastAPI]
 def app_over(tokenizer: Tokenizer, model_config: ModelConfig) -> AppOver:
     """create_app for a client of ours, under the name `demo`."""
 
-    def make(client: EngineClient, *, keys: KeyRing | None = None, clock: Clock = time.time, **limits: Any) -> FastAPI:
+    def make(
+        client: EngineClient,
+        *,
+        keys: KeyRing | None = None,
+        intake: Intake | None = None,
+        clock: Clock = time.time,
+        **limits: Any,
+    ) -> FastAPI:
         registry = CollectorRegistry()
 
         async def healthy() -> None:
@@ -63,7 +71,8 @@ def app_over(tokenizer: Tokenizer, model_config: ModelConfig) -> AppOver:
             created=CREATED,
         )
         bounds = Limits(**limits)
-        return create_app({"demo": model}, bounds, IngressMetrics(registry), healthy, gather, keys=keys, clock=clock)
+        metrics = IngressMetrics(registry)
+        return create_app({"demo": model}, bounds, metrics, healthy, gather, keys=keys, intake=intake, clock=clock)
 
     return make
 

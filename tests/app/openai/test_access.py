@@ -115,6 +115,23 @@ async def test_checks_version_and_metrics_need_no_key(app_over: AppOver, now: No
             assert (await client.get(path)).status_code == 200
 
 
+async def test_refusals_are_counted_under_the_path_that_was_asked_for(app_over: AppOver, now: Now) -> None:
+    async with http(app_over(three_tokens(), keys=ring(now))) as client:
+        await client.post("/v1/completions", json=BODY)
+        await client.get("/v1/models/any/model", headers=of("sk-manta-eve"))
+        await client.get("/v1/completions")
+        await client.get("/invented")
+        page = (await client.get("/metrics")).text
+    for path, status in (
+        ("/v1/completions", 401),
+        ("/v1/models/{model_id:path}", 403),
+        ("other", 401),
+    ):
+        assert f'manta_http_requests_total{{path="{path}",status="{status}"}}' in page
+    assert "invented" not in page
+    assert "any/model" not in page
+
+
 async def test_open_service_asks_for_nothing(app_over: AppOver) -> None:
     async with http(app_over(three_tokens())) as client:
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200
@@ -213,6 +230,19 @@ async def test_tokens_are_charged_for_prompt_and_output(app_over: AppOver, now: 
         assert (await post()).status_code == 200
 
 
+async def test_output_that_the_answer_does_not_have_costs_nothing(
+    app_over: AppOver, tokenizer: Tokenizer, now: Now
+) -> None:
+    for asked in ({"stop": " there"}, {"echo": True, "max_tokens": 0}):
+        app = app_over(saying(tokenizer, "Hello", " there", " you"), keys=ring(now, tokens_per_minute=100), clock=now)
+        async with http(app) as client:
+            answer = await client.post("/v1/completions", json=BODY | asked, headers=of(ALICE))
+            assert answer.status_code == 200, answer.text
+            usage = answer.json()["usage"]
+            left = (await client.get("/v1/models", headers=of(ALICE))).headers["x-ratelimit-remaining-tokens"]
+        assert left == str(100 - usage["total_tokens"])
+
+
 async def test_all_prompts_of_a_request_are_charged_once_whatever_n(app_over: AppOver, now: Now) -> None:
     app = app_over(three_tokens(), keys=ring(now, tokens_per_minute=100), clock=now)
     async with http(app) as client:
@@ -220,6 +250,24 @@ async def test_all_prompts_of_a_request_are_charged_once_whatever_n(app_over: Ap
         answer = await client.post("/v1/completions", json=body, headers=of(ALICE))
     assert answer.json()["usage"]["total_tokens"] == 2 * 4 + 2 * 2 * 3
     assert answer.headers["x-ratelimit-remaining-tokens"] == str(100 - answer.json()["usage"]["total_tokens"])
+
+
+async def test_request_whose_work_is_refused_does_not_count(app_over: AppOver, now: Now) -> None:
+    keys = ring(now, requests_per_minute=10, tokens_per_minute=12, concurrent_requests=2)
+    async with http(app_over(three_tokens(), keys=keys, clock=now)) as client:
+
+        async def post(**more: Any) -> httpx.Response:
+            return await client.post("/v1/completions", json=BODY | more, headers=of(ALICE))
+
+        assert (await post()).headers["x-ratelimit-remaining-requests"] == "9"
+        for refused, told in (
+            (await post(prompt=[5] * 6), (429, "rate_limit_exceeded")),
+            (await post(prompt=[5] * 13), (400, "prompt_above_rate_limit")),
+            (await post(n=3), (400, "choices_above_rate_limit")),
+        ):
+            assert error(refused) == told
+            assert refused.headers["x-ratelimit-remaining-requests"] == "9"
+            assert refused.headers["x-ratelimit-remaining-tokens"] == "5"
 
 
 async def test_prompt_above_the_limit_is_told_that_it_never_fits(app_over: AppOver, now: Now) -> None:
@@ -273,15 +321,36 @@ async def test_concurrent_requests_are_bounded_until_their_answers_end(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_each_choice_counts_as_a_request_at_a_time(app_over: AppOver, now: Now, stream: bool) -> None:
+    engine = three_tokens()
+    engine.pauses = [0.0, 0.2]
+    keys = ring(now, concurrent_requests=5)
+    async with http(app_over(engine, keys=keys)) as client:
+
+        async def post(**more: Any) -> httpx.Response:
+            return await client.post("/v1/completions", json=BODY | {"stream": stream} | more, headers=of(ALICE))
+
+        running = asyncio.create_task(post(prompt=[PROMPT, PROMPT], n=2))
+        await until(lambda: len(engine.requests) == 4)
+        assert keys.client(f"Bearer {ALICE}").running == 4
+        assert error(await post(n=2)) == (429, "rate_limit_exceeded")
+        assert (await post()).status_code == 200
+        assert (await running).status_code == 200
+        assert keys.client(f"Bearer {ALICE}").running == 0
+        assert error(await post(n=6)) == (400, "choices_above_rate_limit")
+        assert keys.client(f"Bearer {ALICE}").running == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_place_is_given_back_when_the_client_leaves(app_over: AppOver, now: Now, stream: bool) -> None:
     engine = three_tokens()
     engine.pauses = [0.0, HOUR]
-    keys = ring(now, concurrent_requests=1)
+    keys = ring(now, concurrent_requests=2)
     async with served(app_over(engine, keys=keys)) as url, httpx.AsyncClient() as client:
-        body = BODY | {"stream": stream}
+        body = BODY | {"stream": stream, "n": 2}
         post = asyncio.create_task(client.post(f"{url}/v1/completions", json=body, headers=of(ALICE)))
-        await until(lambda: len(engine.requests) == 1)
-        assert keys.client(f"Bearer {ALICE}").running == 1
+        await until(lambda: len(engine.requests) == 2)
+        assert keys.client(f"Bearer {ALICE}").running == 2
         post.cancel()
         await until(lambda: keys.client(f"Bearer {ALICE}").running == 0)
 
@@ -358,6 +427,38 @@ async def test_request_may_only_lower_its_keys_priority(
     assert [request.priority for request in engine.requests] == [got]
 
 
+async def salts(app: FastAPI, engine: ScriptedClient, key: str, **given: Any) -> list[Any]:
+    """What sets a prompt's cached blocks apart."""
+    before = len(engine.requests)
+    async with http(app) as client:
+        answer = await client.post("/v1/completions", json=BODY | given, headers=of(key))
+    assert answer.status_code == 200
+    return [request.block_hashes for request in engine.requests[before:]]
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+async def test_keys_share_cached_prefixes_unless_they_are_isolated(app_over: AppOver, now: Now, isolate: bool) -> None:
+    engine = three_tokens()
+    keys = [ApiKey(name=name, hash=hash_key(key.encode())) for name, key in (("alice", ALICE), ("bob", BOB))]
+    app = app_over(engine, keys=KeyRing(keys, now, isolate_prefix_cache=isolate))
+    long = {"prompt": [5] * 40}
+    alices = await salts(app, engine, ALICE, **long)
+    assert alices == await salts(app, engine, ALICE, **long)
+    assert alices[0]
+    assert (alices == await salts(app, engine, BOB, **long)) is not isolate
+    salted = await salts(app, engine, ALICE, cache_salt="x", **long)
+    assert salted != alices
+    assert (salted == await salts(app, engine, BOB, cache_salt="x", **long)) is not isolate
+
+
+async def test_empty_salt_is_refused_where_keys_are_isolated_too(app_over: AppOver, now: Now) -> None:
+    keys = KeyRing([ApiKey(name="alice", hash=hash_key(ALICE.encode()))], now, isolate_prefix_cache=True)
+    async with http(app_over(three_tokens(), keys=keys)) as client:
+        answer = await client.post("/v1/completions", json=BODY | {"cache_salt": ""}, headers=of(ALICE))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "cache_salt"
+
+
 # ---- where keys come from ----
 
 
@@ -390,7 +491,19 @@ HASH = hash_key(b"x")
         ("- {", "is not YAML in line 1"),
         ("secret", "list"),
         ("- {name: a, hash: secret}", "0.hash: String should match"),
-        (f"- {{name: a, hash: '{HASH}', rpm: 3}}", "0: unknown key 'rpm'"),
+        (f"- {{name: a, hash: '{HASH}', rpm: 3}}", "0: unknown key; known: name, hash, requests_per_minute"),
+        ("- {sk-manta-secret: alice}", "0: unknown key; known: name, hash"),
+        ("- {sk-manta-secret}", "0: unknown key; known: name, hash"),
+        ("- {name: a, hash: !!int 'sk-manta-secret'}", "is not YAML"),
+        ("- {name: a, hash: !!bool 'sk-manta-secret'}", "is not YAML"),
+        ("- {name: a, hash: !!timestamp 'sk-manta-secret'}", "is not YAML"),
+        ("- {name: a, hash: !secret x}", "is not YAML in line 1"),
+        ("- {name: 2026-13-45, hash: secret}", "is not YAML"),
+        ("[" * 5000, "is not YAML"),
+        (
+            f"- {{name: a, hash: '{HASH}', requests_per_minute: .inf}}",
+            "0.requests_per_minute: Input should be a finite",
+        ),
         (f"- {{name: a, hash: '{HASH}', requests_per_minute: 0}}", "0.requests_per_minute: Input should be greater"),
         (f"- {{name: a b, hash: '{HASH}'}}", "0.name: String should match"),
         (f"- {{name: a, hash: '{HASH}'}}\n- {{name: b, hash: '{HASH}'}}", "1.hash: is used twice"),
