@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -23,13 +24,15 @@ def service_url(url: str, option: str = "url") -> str:
     Raises:
         InvalidParameter: it is none.
     """
-    import httpx
-
     url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        parsed = urlsplit(url)
+        _ = parsed.port
+    except ValueError as error:
         raise InvalidParameter.of(option, url, f"is no address: {error}") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not parsed.hostname:
         raise InvalidParameter.of(option, url, "must be http:// or https:// and a host")
+    if parsed.username is not None or parsed.password is not None:
+        # It would be shown and written down with the address.
+        raise InvalidParameter(option, f"{option}: must be an address without a user's name or password")
     return url

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -102,7 +101,8 @@ class StreamReader:
             if "error" in event:
                 self.failure = _error_message(event)
                 return
-            self._usage = event.get("usage") or self._usage
+            if usage := event.get("usage"):
+                self._usage = dict(usage)
             for choice in event.get("choices", ()):
                 is_last = choice.get("finish_reason") is not None
                 if _brings_tokens(choice, is_last) or (is_last and not self.token_times):
@@ -126,7 +126,7 @@ class ServiceClient:
     ) -> None:
         """
         Args:
-            url: of the service, without a path; see `service_url`.
+            url: of the service, without a path; see `app.cli.service.service_url`.
             timeout: seconds that an answer may take from first to last.
         """
         self._url = url + PATHS[endpoint]
@@ -167,23 +167,6 @@ class ServiceClient:
         except aiohttp.ClientError as error:
             reader.failure = _transport_reason(error)
         return reader.answer(sent_at, self._clock())
-
-
-def service_url(url: str) -> str:
-    """The service's address, however it was written: with or without a scheme, with or without OpenAI's /v1.
-
-    Raises:
-        InvalidParameter: it is none.
-    """
-    url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-    try:
-        parsed = urlsplit(url)
-        _ = parsed.port
-    except ValueError as error:
-        raise InvalidParameter.of("base_url", url, f"is no address: {error}") from None
-    if parsed.scheme not in ("http", "https") or not parsed.hostname:
-        raise InvalidParameter.of("base_url", url, "must be http:// or https:// and a host")
-    return url
 
 
 def served_models(url: str, api_key: str | None) -> dict[str, int | None]:

@@ -10,6 +10,7 @@ import typer
 
 from app.cli.bench.options import Input, InputLen, Json, OutputLen, Plot, SharedPrefix, Trace, checked
 from app.cli.errors import fail
+from app.cli.service import ApiKey, service_url
 from engine.sampling_params import InvalidParameter
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def serve(
     ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Short requests, all at once, before those that count.")] = 1,
     timeout: Annotated[float, typer.Option(min=0.001, help="Most seconds of a request; it has failed then.")] = 600,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="What the service wants as one.")] = None,
+    api_key: ApiKey = None,
     seed: Annotated[int, typer.Option(help="Of the random prompts and of a rate's times.")] = 0,
     json: Json = None,
     plot: Plot = None,
@@ -77,7 +78,7 @@ def serve(
     """
     with checked((json,), plot):
         from app.cli.bench.calls import Form, Workload, calls_of
-        from app.cli.bench.client import PATHS, ServiceClient, served_models, service_url
+        from app.cli.bench.client import PATHS, ServiceClient, served_models
         from app.cli.bench.goodput import figures, parse_slo
         from app.cli.bench.load import at_times, poisson_arrivals
         from app.cli.bench.report import write_report
@@ -86,7 +87,7 @@ def serve(
             raise InvalidParameter.of("endpoint", endpoint, f"must be one of {', '.join(PATHS)}")
         _check_pace(request_rate, trace_speed, has_trace=trace is not None)
         promises = parse_slo(slo or [])
-        url = service_url(base_url)
+        url = service_url(base_url, "base_url")
         served = served_models(url, api_key)
         if not served or (model is not None and model not in served):
             raise InvalidParameter("model", f"the service at {url} has {', '.join(served) or 'no models'}")

@@ -16,7 +16,8 @@ from starlette.routing import Route
 from typer.testing import CliRunner, Result
 
 from app.cli.bench.calls import Form, words_of
-from app.cli.bench.client import Answer, Call, StreamReader, service_url
+from app.cli.bench.client import Answer, Call, StreamReader
+from app.cli.service import service_url
 from app.cli.bench.goodput import figures, is_good, latencies, parse_slo, samples
 from app.cli.bench.load import poisson_arrivals, run_load
 from app.cli.main import app
@@ -243,6 +244,13 @@ def test_bodies_are_those_of_their_endpoint() -> None:
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "http://127.0.0.1:80/", "http://127.0.0.1:80/v1/"])
 def test_address_may_be_written_in_several_ways(url: str) -> None:
     assert service_url(url) == "http://127.0.0.1:80"
+
+
+@pytest.mark.parametrize("url", ["http://", "ftp://host", "http://host:port", "https://user:a-secret@host"])
+def test_address_that_is_none_is_refused_without_a_secret(url: str) -> None:
+    with pytest.raises(InvalidParameter, match="base_url") as refused:
+        service_url(url, "base_url")
+    assert "a-secret" not in str(refused.value)
 
 
 # ---- the command ----

@@ -26,14 +26,18 @@ MODEL = "demo"
 START_SECONDS = 300
 STOP_SECONDS = 60
 
+DIRECT = "manta-direct"
+PORTS = {"MIN": 0, "MAX": 9}
+
 MANTA: Mapping[str, dict[str, str]] = {
     "manta": {},
+    DIRECT: {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "1"},
     "manta-grpc": {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"},
     "manta-optimized": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"},
     "manta-haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
 }
-"""The demo service, to the variables of Ray Serve that choose the way between client and ingress. Direct ingress alone
-listens on no port that a client knows; HAProxy is what finds it."""
+"""The demo service, to the variables of Ray Serve that choose the way between client and ingress. With direct ingress
+each ingress listens on a port of its own, which a balancer has to find; HAProxy does."""
 
 SERVICES = (*MANTA, "vllm")
 
@@ -100,13 +104,19 @@ def free_port() -> int:
 
 def _manta(port: int, folder: Path, variables: Mapping[str, str]) -> _Start:
     config = yaml.safe_load((ROOT / "serve_configs" / "demo.yaml").read_text())
-    config["http_options"]["port"] = port
+    direct = MANTA[DIRECT].items() <= variables.items()
+    config["http_options"]["port"] = free_port() if direct else port
     if "grpc_options" in config:
         config["grpc_options"]["port"] = free_port()
     (folder / "service.yaml").write_text(yaml.safe_dump(config))
     command = [str(Path(sys.executable).parent / "serve"), "run", str(folder / "service.yaml")]
     # `local`: a cluster of its own, even where another one runs on this machine.
-    return _Start(command, {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", **variables})
+    environment = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", **variables}
+    if direct:
+        environment |= {
+            f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT": str(port + beyond) for end, beyond in PORTS.items()
+        }
+    return _Start(command, environment)
 
 
 def _vllm(port: int, console: Console) -> _Start:
