@@ -26,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 
 serve: setup
 	@$(BIN)/manta models fetch demo
-	@echo "Starting the service; after its line 'service_ready', talk to it with: $(BIN)/manta chat" >&2
+	@echo "Starting the service; once its log says that it is ready, talk to it with: $(BIN)/manta chat --temperature 0" >&2
 	@RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/manta serve serve_configs/demo.yaml
 
 lint: setup

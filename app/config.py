@@ -204,13 +204,24 @@ class ModelDeployment(_Strict):
 
 
 class Ingress(_Strict):
-    """The processes that speak HTTP: authorise, tokenize, route, detokenize."""
+    """The processes that speak HTTP and gRPC: authorise, tokenize, route, detokenize."""
 
     num_replicas: int = Field(default=1, ge=1, description="Ingress processes.")
     num_cpus: float = Field(
         default=0.0, ge=0, description="Logical CPUs that Ray reserves for each; 0 lets it run beside the engines."
     )
-    max_ongoing_requests: int = Field(default=1000, ge=1, description="HTTP requests that one answers at a time.")
+    max_ongoing_requests: int = Field(
+        default=1000, ge=1, description="HTTP requests and gRPC calls together that one answers at a time."
+    )
+    max_queued_requests: int = Field(
+        default=1000,
+        ge=1,
+        description=(
+            "Requests that may wait in each of Serve's proxies, those over gRPC counted apart, while all ingresses "
+            "have max_ongoing_requests or none is up; more are answered with 503. Those that come at the same moment "
+            "all wait for one, so keep it above what clients send at once."
+        ),
+    )
     max_body_bytes: int = Field(default=8 << 20, ge=1, description="A longer body is refused with 413.")
     body_timeout_s: float = Field(
         default=30.0,
@@ -227,7 +238,12 @@ class Ingress(_Strict):
         ),
     )
     request_timeout_s: float | None = Field(
-        default=None, gt=0, description="Seconds until a request that still runs is given up with 504; null is never."
+        default=None,
+        gt=0,
+        description=(
+            "Seconds from a request's arrival at an ingress until it is given up with 504, if it still runs; null is "
+            "never."
+        ),
     )
     idle_timeout_s: float | None = Field(
         default=600.0,
@@ -353,7 +369,7 @@ class ServiceConfig(_Strict):
 
     models: list[ModelDeployment] = Field(min_length=1, description="What is served, the default model first.")
     access: Access = Field(description="Who may use it; nobody is let in unsaid.")
-    ingress: Ingress = Field(default_factory=Ingress, description="The HTTP side.")
+    ingress: Ingress = Field(default_factory=Ingress, description="The side that clients see.")
     cluster_autoscales: bool = Field(
         default=False,
         description="Whether nodes are added when Ray asks for them; if not, a service that does not fit is refused.",
@@ -361,6 +377,18 @@ class ServiceConfig(_Strict):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         default="INFO", description="Of all processes of the service."
     )
+
+    @model_validator(mode="after")
+    def _resumes_before_it_gives_up(self) -> "ServiceConfig":
+        idle_s = self.ingress.idle_timeout_s
+        for model in self.models:
+            if idle_s is not None and idle_s <= model.resume_wait_s:
+                text = (
+                    f"ingress.idle_timeout_s={idle_s:g}: must be longer than resume_wait_s of model '{model.name}', "
+                    f"which is {model.resume_wait_s:g}: a request that waits for another replica would be given up"
+                )
+                raise PydanticCustomError("idle_timeout", "{message}", {"message": text})
+        return self
 
     @model_validator(mode="before")
     @classmethod

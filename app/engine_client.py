@@ -8,18 +8,19 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import Any
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import RayServeException, RequestCancelledError
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from app.replica_link import Call, Link, is_death, retry_after, transport_error
 from app.router.index import ReplicaIndex, replica_index
 from app.transport import (
     CallEnd,
-    EngineFailed,
     KVSnapshot,
     NoReplica,
     QueueFull,
     ReplicaDied,
+    ReplicaLost,
     StreamItem,
     TransportError,
     unpack,
@@ -39,74 +40,6 @@ on what a service that is full has to do for each request."""
 
 REOPEN_PAUSE_S = 0.2
 ABORT_RETRY_S = 0.05
-
-
-class _Call:
-    """One prompt's way through a replica, as the ingress sees it."""
-
-    def __init__(self, requests: tuple[EngineRequest, ...], started: float, *, on_trial: bool = False) -> None:
-        self.requests = requests
-        self.started = started
-        self.on_trial = on_trial
-        self.unfinished = {request.request_id for request in requests}
-        self.outputs: list[EngineOutput] = []
-        self.error: Exception | None = None
-        self.news = asyncio.Event()
-        self.response: Any = None
-        self.task: asyncio.Task[None] | None = None
-        # The stream that brings its outputs, once one has brought the first or the replica has said which it is.
-        self.stream_id: str | None = None
-
-    @property
-    def call_id(self) -> str:
-        return self.requests[0].request_id
-
-    def take(self, output: EngineOutput) -> None:
-        if output.request_id in self.unfinished:
-            self.outputs.append(output)
-            if output.finished:
-                self.unfinished.discard(output.request_id)
-            self.news.set()
-
-    def take_from(self, stream_id: str, output: EngineOutput) -> None:
-        """Takes an output off a stream, and no other stream's from then on.
-
-        Where a replica got the call but its answer was lost, Ray sends the call to another one as well.
-        """
-        self.stream_id = self.stream_id or stream_id
-        if self.stream_id == stream_id:
-            self.take(output)
-
-    def fail(self, error: Exception) -> None:
-        """Ends it with an error, after whatever has already come. Later ends change nothing."""
-        if self.unfinished and self.error is None:
-            self.error = error
-            self.news.set()
-
-    def cancel(self) -> None:
-        """Takes the call back from wherever it is; the replica aborts what it had of it."""
-        if self.task is not None and not self.task.done():
-            if self.response is not None:
-                self.response.cancel()
-            self.task.cancel()
-
-
-class _Link:
-    """The stream from one replica, opened again when it breaks, for as long as the replica is a member."""
-
-    def __init__(self, replica_id: str) -> None:
-        self.replica_id = replica_id
-        self.stream_id = ""
-        self.task: asyncio.Task[None] | None = None
-        self.retiring: asyncio.Task[None] | None = None
-        self.aborts: set[str] = set()
-        self.abort_task: asyncio.Task[None] | None = None
-        self.snapshot_task: asyncio.Task[None] | None = None
-
-    def cancel(self) -> None:
-        for task in (self.task, self.retiring, self.abort_task, self.snapshot_task):
-            if task is not None:
-                task.cancel()
 
 
 class RayEngineClient:
@@ -135,8 +68,8 @@ class RayEngineClient:
         self._replica_wait_s = replica_wait_s
         self._gather_s = gather_s
         self._index = replica_index(handle.app_name, handle.deployment_name)
-        self._links: dict[str, _Link] = {}
-        self._calls: dict[str, _Call] = {}
+        self._links: dict[str, Link] = {}
+        self._calls: dict[str, Call] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._closed = False
@@ -155,7 +88,7 @@ class RayEngineClient:
         self, requests: Sequence[EngineRequest], *, on_trial: bool = False
     ) -> AsyncIterator[list[EngineOutput]]:
         """See ReplicaClient. Close the iterator (`aclosing`) where it is left early."""
-        call = _Call(tuple(requests), self._loop.time(), on_trial=on_trial)
+        call = Call(tuple(requests), self._loop.time(), on_trial=on_trial)
         self._index.begin(call.call_id, len(requests))
         for request in requests:
             self._calls[request.request_id] = call
@@ -170,7 +103,7 @@ class RayEngineClient:
                 elif not call.unfinished:
                     return
                 elif call.error is not None:
-                    if isinstance(call.error, ReplicaDied):
+                    if isinstance(call.error, ReplicaLost):
                         call.error.replica_id = self._index.replica_of(call.call_id)
                     raise call.error
                 else:
@@ -185,7 +118,7 @@ class RayEngineClient:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """See EngineClient. Some of a prompt's children on a replica that is draining run to their end nevertheless."""
-        by_call: dict[_Call, set[str]] = {}
+        by_call: dict[Call, set[str]] = {}
         for request_id in request_ids:
             call = self._calls.get(request_id)
             if call is not None and request_id in call.unfinished:
@@ -232,16 +165,16 @@ class RayEngineClient:
 
     # ---- calls ----
 
-    async def _run(self, call: _Call) -> None:
+    async def _run(self, call: Call) -> None:
         """The unary call of a prompt, from its start to its end."""
         try:
             end = await self._place(call)
         except asyncio.CancelledError:
             # Where nobody cancelled us, Ray cancelled the call: its replica was stopped.
-            call.fail(ReplicaDied("the replica was stopped"))
+            call.fail(ReplicaLost("the replica was stopped"))
             return
         except Exception as error:
-            call.fail(_transport_error(error, call.call_id))
+            call.fail(transport_error(error, call.call_id))
             return
         if end.error is not None:
             # Where Ray sent the call to two replicas, one may refuse what the other serves.
@@ -250,9 +183,9 @@ class RayEngineClient:
         elif call.unfinished:
             call.stream_id = call.stream_id or end.stream_id
             if all(link.stream_id != call.stream_id for link in self._links.values()):
-                call.fail(ReplicaDied("the stream from the replica broke"))
+                call.fail(ReplicaLost("the stream from the replica broke"))
 
-    async def _place(self, call: _Call) -> CallEnd:
+    async def _place(self, call: Call) -> CallEnd:
         """Finds a replica that takes a call; its end there. The call goes on to others while it is refused.
 
         Of several refusals the one stands that promises room soonest.
@@ -265,7 +198,7 @@ class RayEngineClient:
                 return end
             ends.append(end)
             if not self._index.refuse(call.call_id) or len(ends) == MAX_REFUSALS:
-                return min(ends, key=_retry_after)
+                return min(ends, key=retry_after)
 
     def _expect_replica(self) -> None:
         self._loop.call_later(self._replica_wait_s, self._fail_unrouted)
@@ -295,7 +228,7 @@ class RayEngineClient:
             return
         members = self._index.members
         for replica_id in members - self._links.keys():
-            link = self._links[replica_id] = _Link(replica_id)
+            link = self._links[replica_id] = Link(replica_id)
             link.task = self._start(self._read(link))
         for replica_id, link in self._links.items():
             if replica_id not in members and link.retiring is None:
@@ -303,10 +236,11 @@ class RayEngineClient:
         if not members:
             self._expect_replica()
 
-    async def _read(self, link: _Link) -> None:
+    async def _read(self, link: Link) -> None:
         """Keeps a replica's stream open and hands out what it brings."""
         while link.retiring is None:
             link.stream_id = uuid.uuid4().hex
+            loss = ReplicaLost("the service is shutting down")
             stream: Any = None
             try:
                 stream = self._outputs.remote(
@@ -318,28 +252,28 @@ class RayEngineClient:
                 )
                 async for data in stream:
                     self._receive(link, unpack(data))
-                reason = "the replica closed it"
-            except RayActorError:
-                reason = "the replica died"
+                loss = ReplicaLost("the replica closed the stream")
             except asyncio.CancelledError:
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise
-                reason = "Ray cancelled it"
+                loss = ReplicaLost("Ray cancelled the stream")
             except (RayError, RayServeException, TransportError) as error:
+                died = is_death(error)
                 reason = str(error).strip().rsplit("\n", 1)[-1]
+                loss = ReplicaDied("the replica died") if died else ReplicaLost(f"the stream broke: {reason}")
             except Exception as error:
                 # Whatever it is: without its stream the replica would be lost to this ingress for good.
                 logger.exception("stream_failed replica=%s", link.replica_id)
-                reason = repr(error)
+                loss = ReplicaLost(f"the stream broke: {error!r}")
             finally:
                 if stream is not None:
                     stream.cancel()
-                self._lost(link)
+                self._lost(link, loss)
             if link.replica_id in self._index.members:
-                logger.warning("stream_lost replica=%s reason=%s", link.replica_id, reason)
+                logger.warning("stream_lost replica=%s reason=%s", link.replica_id, loss)
             await asyncio.sleep(REOPEN_PAUSE_S)
 
-    def _receive(self, link: _Link, item: StreamItem) -> None:
+    def _receive(self, link: Link, item: StreamItem) -> None:
         for output in item.outputs:
             call = self._calls.get(output.request_id)
             if call is not None:
@@ -348,7 +282,7 @@ class RayEngineClient:
         if self._index.apply_events(link.replica_id, item.kv_seq, item.kv_events):
             link.snapshot_task = self._start(self._fetch_snapshot(link))
 
-    def _lost(self, link: _Link) -> None:
+    def _lost(self, link: Link, loss: ReplicaLost) -> None:
         """Ends the calls whose outputs were on a stream that broke. Those without any hear it from the replica."""
         stream_id, link.stream_id = link.stream_id, ""
         if link.snapshot_task is not None:
@@ -357,9 +291,9 @@ class RayEngineClient:
         self._index.lose(link.replica_id)
         for call in set(self._calls.values()):
             if call.stream_id == stream_id:
-                call.fail(ReplicaDied("the stream from the replica broke"))
+                call.fail(type(loss)(str(loss)))
 
-    async def _retire(self, link: _Link) -> None:
+    async def _retire(self, link: Link) -> None:
         """Closes the stream of a replica that takes no more requests, once ours have ended."""
         idle_s = 0.0
         while idle_s < RETIRE_AFTER_S:
@@ -382,7 +316,7 @@ class RayEngineClient:
     async def _call_pinned(self, method: str, replica_id: str, *args: Any) -> Any:
         return await self._handle.options(method_name=method).remote(*args, pinned_to=replica_id)
 
-    async def _send_aborts(self, link: _Link) -> None:
+    async def _send_aborts(self, link: Link) -> None:
         while link.aborts:
             ids, link.aborts = tuple(link.aborts), set()
             try:
@@ -390,7 +324,7 @@ class RayEngineClient:
             except (RayError, RayServeException, TransportError) as error:
                 logger.warning("abort_failed replica=%s error=%s", link.replica_id, type(error).__name__)
 
-    async def _fetch_snapshot(self, link: _Link) -> None:
+    async def _fetch_snapshot(self, link: Link) -> None:
         try:
             snapshot: KVSnapshot = await self._call_pinned("kv_snapshot", link.replica_id)
         except (RayError, RayServeException, TransportError) as error:
@@ -408,26 +342,3 @@ class RayEngineClient:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _retry_after(end: CallEnd) -> float:
-    return end.error.retry_after_s if isinstance(end.error, QueueFull) else 0.0
-
-
-def _transport_error(error: Exception, call_id: str) -> Exception:
-    """What a failed handle call means to the request that it carried."""
-    cause = getattr(error, "cause", None) or error
-    match cause:
-        case TransportError():
-            return cause
-        case RayTaskError():
-            pass  # raised by the replica's code: it lives
-        case RayError():
-            # RayActorError above all; an OutOfMemoryError where Ray's memory monitor killed it.
-            return ReplicaDied("the replica died while it served the request")
-        case RequestCancelledError():
-            return ReplicaDied("the replica was stopped")
-        case RayServeException():
-            return NoReplica(f"no replica takes the request: {cause}")
-    logger.error("generate_failed request_id=%s", call_id, exc_info=error)
-    return EngineFailed("the engine met a fault of its own")

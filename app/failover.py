@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -15,7 +16,9 @@ from app.transport import (
     QueueFull,
     ReplicaClient,
     ReplicaDied,
+    ReplicaLost,
     TransportError,
+    TrialBusy,
 )
 from engine.outputs import EngineOutput
 from engine.request import Clock, EngineRequest, FinishReason
@@ -70,7 +73,8 @@ class ResumingClient:
 
         Raises:
             EngineFailed: the replicas that tried it died of it.
-            ReplicaDied, NoReplica, QueueFull: none took over in time.
+            ReplicaLost: none took over in time.
+            NoReplica, QueueFull: none took it in the first place.
         """
         sequences = {spec.request_id: _Sequence(spec) for spec in requests}
         self._sequences |= sequences
@@ -89,9 +93,9 @@ class ResumingClient:
                         async for outputs in attempt:
                             yield [by_name[output.request_id].take(output) for output in outputs]
                     return
-                except (ReplicaDied, NoReplica, QueueFull) as error:
-                    if isinstance(error, ReplicaDied):
-                        recovery.note_death(error, is_proven=all(each.is_proven for each in by_name.values()))
+                except (ReplicaLost, NoReplica, QueueFull) as error:
+                    if isinstance(error, ReplicaLost):
+                        recovery.note_loss(error, is_proven=all(each.is_proven for each in by_name.values()))
                         self._on_resume()
                     await recovery.wait(error, pending)
                 left = [sequence for sequence in sequences.values() if not sequence.finished]
@@ -166,7 +170,7 @@ class _Recovery:
         self.attempts = 0
         self._wait_s = wait_s
         self._clock = clock
-        self._lost_at: float | None = None
+        self._waiting_since: float | None = None
         self._just_lost = False
         self._pause_s = RETRY_PAUSE_S
         self._dead: set[str | None] = set()
@@ -177,26 +181,30 @@ class _Recovery:
         """Whether the next death under it would be the last."""
         return len(self._dead) >= MAX_DEATHS - 1
 
-    def note_death(self, error: ReplicaDied, *, is_proven: bool) -> None:
-        """A replica died.
+    def note_loss(self, error: ReplicaLost, *, is_proven: bool) -> None:
+        """A replica died, or only the connection with it did.
 
         Args:
             is_proven: whether all sequences had come so far on it that none of them can be the cause.
 
         Raises:
-            EngineFailed: that was the last one.
+            EngineFailed: no other is to be risked.
         """
+        # Of one that is not known by name nobody can say that it is yet another one.
+        is_news = is_proven or error.replica_id not in self._dead
         if is_proven:
             self._dead.clear()
-        # Of one that is not known by name nobody can say that it is yet another one.
-        if is_proven or error.replica_id not in self._dead:
-            self._dead.add(error.replica_id)
+        if isinstance(error, ReplicaDied) and is_news:
             self._deaths += 1
-            self._lost_at = self._clock()
-            self._just_lost = True
-            self._pause_s = RETRY_PAUSE_S
-        if len(self._dead) >= MAX_DEATHS or self._deaths >= MAX_DEATHS_IN_ALL:
-            raise EngineFailed(f"the request was given up: {self._deaths} replicas that served it died") from error
+            if not is_proven:
+                self._dead.add(error.replica_id)
+            if len(self._dead) >= MAX_DEATHS or self._deaths >= MAX_DEATHS_IN_ALL:
+                raise EngineFailed(f"the request was given up: {self._deaths} replicas that served it died") from error
+        elif not is_proven and self._waiting_since is not None:
+            return  # the same once more, or a connection that breaks again and again
+        self._waiting_since = self._clock()
+        self._just_lost = True
+        self._pause_s = RETRY_PAUSE_S
 
     async def wait(self, error: TransportError, pending: Sequence[EngineRequest]) -> None:
         """Returns when it is time for another attempt.
@@ -204,11 +212,16 @@ class _Recovery:
         Raises:
             TransportError: there is to be none.
         """
-        if self._lost_at is None or (not self._just_lost and self._clock() - self._lost_at >= self._wait_s):
+        if self._waiting_since is None:
             raise error
+        if isinstance(error, TrialBusy):
+            self._waiting_since = self._clock()  # there are replicas; it waits for other requests
+        elif not self._just_lost and self._clock() - self._waiting_since >= self._wait_s:
+            raise ReplicaLost(f"the replica was lost, and no other took the request in time: {error}") from error
         self.attempts += 1
         if self._just_lost:
             self._just_lost = False
             logger.warning("resuming request_id=%s attempt=%d reason=%s", pending[0].request_id, self.attempts, error)
-        await asyncio.sleep(self._pause_s)
+        # Those who lost the same replica must not all come at the same moments.
+        await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.5))
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

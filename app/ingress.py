@@ -30,6 +30,7 @@ from app.openai.application import create_app
 from app.openai.auth import KeyRing
 from app.openai.intake import Intake
 from app.openai.metrics import IngressMetrics
+from app.openai.rate_limits import Client
 from app.openai.served_model import Limits, ServedModel
 from app.transport import NoReplica
 from engine.hub import load_model_config
@@ -79,7 +80,7 @@ class IngressDeployment(GrpcServicer):
             isolate = config.access.isolate_prefix_cache
             self._keys = KeyRing(keys, time.time, shares=config.ingress.num_replicas, isolate_prefix_cache=isolate)
         self._intake = Intake()
-        if not config.access.open and os.environ.get(proxy.VARIABLE) != proxy.CALLBACK:
+        if not config.access.open and not proxy.is_installed(os.environ):
             # The proxy of this node has the environment that this process has.
             logger.warning(
                 "proxy_obeys_clients: x-request-disconnect-disabled and other headers of Ray's take effect; start Ray "
@@ -128,6 +129,7 @@ class IngressDeployment(GrpcServicer):
             metrics=GrpcMetrics(self._registry),
             local_only=ingress.grpc_clients == "local",
             check_ready=self._check_ready,
+            everyone=Client("everyone", time.time),
         )
         return app
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from app.config import CONTROL_CALLS, ModelDeployment, ServiceConfig
@@ -14,6 +14,9 @@ from app.replica import LLMReplica
 from app.requirements import check_cluster, node_labels
 
 INGRESS_NAME = "ingress"
+
+QUEUE_RETRY_S = 1.0
+"""When a client comes again that found too many waiting for an ingress: nobody knows when a place is free."""
 
 ROUNDING = 1e-9
 """What keeps a whole number of replicas from being rounded up to the next one."""
@@ -33,6 +36,8 @@ def build(config: ServiceConfig) -> serve.Application:
         name=INGRESS_NAME,
         num_replicas=ingress.num_replicas,
         max_ongoing_requests=ingress.max_ongoing_requests + CONTROL_CALLS,
+        max_queued_requests=ingress.max_queued_requests,
+        backpressure_config=BackpressureConfig(retry_after_s=QUEUE_RETRY_S),
         ray_actor_options={"num_cpus": ingress.num_cpus},
         health_check_period_s=ingress.health_check_period_s,
         health_check_timeout_s=ingress.health_check_timeout_s,

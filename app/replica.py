@@ -18,22 +18,21 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
 
 from app.admission import StartEstimate
+from app.ingress_session import IngressSession, PromptCall
 from app.logs import log_through_serve
 from app.metrics import collect_families
 from app.transport import (
-    PROVEN_TOKENS,
     CallEnd,
     EngineFailed,
     KVSnapshot,
     QueueFull,
     ReplicaDied,
-    StreamItem,
-    gathering_s,
+    ReplicaLost,
+    TrialBusy,
     pack,
 )
 from engine.config import EngineConfig
-from engine.kv_cache.events import KVEvent
-from engine.outputs import EngineLoad, EngineOutput
+from engine.outputs import EngineOutput
 from engine.request import EngineRequest, FinishReason
 from engine.sampling_params import InvalidParameter
 
@@ -44,9 +43,6 @@ logger = logging.getLogger("ray.serve")
 
 STREAM_WAIT_S = 10.0
 """How long a call that came before its ingress's stream waits for it."""
-
-QUIET_PERIOD_S = 0.1
-"""A stream without outputs passes on loads and KV events once in so many seconds."""
 
 LEASE_CHECKS = 10
 """How often in the length of a lease an ingress is asked whether it lives, at least once a second."""
@@ -60,131 +56,6 @@ WATCH_PERIOD_S = 1.0
 
 STDERR = 2
 """The file descriptor: Serve may put an object that has none in sys.stderr's place."""
-
-
-class PromptCall:
-    """One `generate`: the children of a prompt, from when the engine has them until all have ended."""
-
-    def __init__(self, session: "IngressSession", requests: tuple[EngineRequest, ...]) -> None:
-        self.session = session
-        self.unfinished = {request.request_id for request in requests}
-        self._silent = set(self.unfinished)
-        self._unproven = dict.fromkeys(self.unfinished, PROVEN_TOKENS)
-        self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
-
-    def end(self, error: Exception | None = None) -> None:
-        """Lets the call return. Later ends change nothing."""
-        if not self.ended.done():
-            self.ended.set_result(error)
-
-    def is_proven_by(self, output: EngineOutput) -> bool:
-        """Notes an output of a call on trial. True: each sequence has PROVEN_TOKENS now, or its end."""
-        left = self._unproven.get(output.request_id, 0) - len(output.new_token_ids)
-        if output.finished or left <= 0:
-            self._unproven.pop(output.request_id, None)
-        else:
-            self._unproven[output.request_id] = left
-        return not self._unproven
-
-    def take(self, output: EngineOutput) -> None:
-        """Puts an output on the stream; dropped once the call has ended or its ingress is lost."""
-        if self.ended.done():
-            return
-        if output.finished:
-            self.unfinished.discard(output.request_id)
-        if not self.session.suspended:
-            self.session.outputs.append(output)
-            if output.finished or output.request_id in self._silent:
-                self._silent.discard(output.request_id)
-                self.session.is_urgent = True
-            if not self.unfinished:
-                self.end()
-
-
-class IngressSession:
-    """What one ingress is owed, for as long as its stream is open. Lives on the replica's event loop.
-
-    Attributes:
-        is_urgent: a request's first output or its last one is there, which waits for no others.
-
-    Args:
-        gather_s: how long other outputs wait at most, when there are many prompts.
-    """
-
-    def __init__(self, stream_id: str, load: EngineLoad, kv_seq: int, gather_s: float = 0.0) -> None:
-        self.stream_id = stream_id
-        self.calls: set[PromptCall] = set()
-        self.outputs: list[EngineOutput] = []
-        self.is_urgent = False
-        self.closed = False
-        self.suspended = False
-        # Cleared while the ingress does not answer.
-        self.responsive = asyncio.Event()
-        self.responsive.set()
-        self._load = load
-        self._kv_seq = kv_seq
-        self._kv_events: list[KVEvent] = []
-        # Set from the start: the first item says that the stream is open.
-        self._news = asyncio.Event()
-        self._news.set()
-        self._gather_s = gather_s
-        self._loop = asyncio.get_running_loop()
-        self._sent_at = self._loop.time()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def after_step(self, step: "CoreStep") -> None:
-        """Takes in what a step gave, once the sinks have been called."""
-        if self.suspended:
-            return
-        self._kv_events.extend(step.kv_events)
-        self._load = step.load
-        now = self._loop.time()
-        if not self.outputs:
-            self._send_at(now + QUIET_PERIOD_S, now)
-        elif self.is_urgent:
-            self._send_at(now, now)
-        else:
-            self._send_at(self._sent_at + gathering_s(len(self.calls), self._gather_s), now)
-
-    async def items(self) -> AsyncIterator[StreamItem]:
-        """One item a step that has outputs for this ingress, or several where they are gathered or read slowly.
-
-        Ends when the session is closed.
-        """
-        while True:
-            await self._news.wait()
-            if self.closed:
-                return
-            self._news.clear()
-            self._stop_timer()
-            self._sent_at = self._loop.time()
-            self.is_urgent = False
-            item = StreamItem(self.outputs, self._kv_seq, self._kv_events, self._load)
-            self._kv_seq += len(self._kv_events)
-            self.outputs, self._kv_events = [], []
-            yield item
-
-    def close(self, reason: str) -> None:
-        """Ends the stream and all calls whose outputs would have come through it."""
-        self.closed = True
-        self._news.set()
-        # Nobody asks the ingress any more, and calls that wait for its answer would wait for ever.
-        self.responsive.set()
-        self._stop_timer()
-        for call in self.calls:
-            call.end(ReplicaDied(reason))
-
-    def _send_at(self, when: float, now: float) -> None:
-        if when <= now:
-            self._news.set()
-        elif self._timer is None or when < self._timer.when():
-            self._stop_timer()
-            self._timer = self._loop.call_at(when, self._news.set)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class LLMReplica:
@@ -247,12 +118,18 @@ class LLMReplica:
         """
         session = await self._session_of(ingress_id)
         if session is None:
-            return CallEnd("", ReplicaDied(f"the ingress opened no stream within {STREAM_WAIT_S:g} s"))
+            return CallEnd("", ReplicaLost(f"the ingress opened no stream within {STREAM_WAIT_S:g} s"))
+        for running in session.calls:
+            if running.call_id == requests[0].request_id:
+                # Ray sends a call again where it did not hear that it was accepted. Being cancelled cancels the first.
+                error = await running.ended
+                await session.responsive.wait()
+                return CallEnd(session.stream_id, error)
         if (refusal := self._refusal(requests)) is not None:
             return CallEnd(session.stream_id, refusal)
         if on_trial and self._on_trial is not None:
-            return CallEnd(session.stream_id, QueueFull("a replica tries another request first"))
-        call = PromptCall(session, requests)
+            return CallEnd(session.stream_id, TrialBusy("a replica tries another request first"))
+        call = PromptCall(session, requests, on_trial=on_trial)
         session.calls.add(call)
         self._num_unfinished += len(requests)
         try:
@@ -408,7 +285,7 @@ class LLMReplica:
 
     def _refusal(self, requests: tuple[EngineRequest, ...]) -> QueueFull | None:
         """Why a prompt is not taken. One that is resumed has waited elsewhere, and its client a part of the answer."""
-        if requests[0].output_token_ids:
+        if any(request.output_token_ids for request in requests):
             return None
         if self._is_full(len(requests)):
             self._refused.labels("queue_full").inc()
@@ -495,7 +372,7 @@ class LLMReplica:
 
     def _check_pin(self, pinned_to: str) -> None:
         if pinned_to != self._replica_id:
-            raise ReplicaDied(f"replica {pinned_to} is gone")
+            raise ReplicaLost(f"replica {pinned_to} is gone")
 
     def _failure(self, error: Exception) -> Exception:
         """What an ingress is told of a failed submit: the end of the engine, or of this request alone."""

@@ -75,7 +75,8 @@ def node_labels(model: ModelDeployment) -> dict[str, str]:
 def check_cluster(models: Sequence[ModelDeployment], ingress: Ingress, nodes: Sequence[Mapping[str, Any]]) -> None:
     """Checks that there are nodes for every replica that is always there, and for the ingresses beside them.
 
-    What other applications hold is not looked at: the service may be about to take their place.
+    What other applications hold is not looked at: the service may be about to take their place. What is refused fits in
+    no way; where no way was found, though there may be one, that is a warning.
 
     Args:
         nodes: as ray.nodes() gives them.
@@ -86,7 +87,8 @@ def check_cluster(models: Sequence[ModelDeployment], ingress: Ingress, nodes: Se
     alive = sorted((_Node.of(node) for node in nodes if node["Alive"]), key=lambda node: node.rank)
     lacks = [lack for model in models if (lack := _lack(model, alive))]
     if not lacks:
-        lacks = _pack([*(_Claim.of_model(model, alive) for model in models), _Claim.of_ingress(ingress, alive)], alive)
+        claims = [*(_Claim.of_model(model, alive) for model in models), _Claim.of_ingress(ingress, alive)]
+        lacks = _lacking_room(claims, alive)
     if lacks:
         raise MissingResources("; ".join(lacks))
     for model in models:
@@ -153,26 +155,59 @@ class _Claim:
         return cls("ingresses", ingress.num_replicas, {"CPU": ingress.num_cpus} if ingress.num_cpus else {}, nodes)
 
 
-def _pack(claims: Sequence[_Claim], nodes: Sequence[_Node]) -> list[str]:
-    """What has no place on the nodes: first-fit decreasing, what fits fewest nodes first."""
-    there = {name: sum(node.resources.get(name, 0) for node in nodes) for claim in claims for name in claim.needs}
+def _lacking_room(claims: Sequence[_Claim], nodes: Sequence[_Node]) -> list[str]:
+    """What certainly has no place on the nodes; what perhaps has none is logged.
+
+    It is certain where one claim has no place even alone, since first-fit packs equal processes as well as can be, and
+    where those that fit on some of the nodes only need more than these have.
+    """
+    left = _left_over(claims, nodes)
+    if not left:
+        return []
+    text = f"no node has room left for {' and '.join(left)}"
+    totals = _shortages(claims, nodes)
+    if totals or any(_left_over([claim], nodes) or _shortages(claims, claim.nodes) for claim in claims):
+        return [text, *totals]
+    logger.warning("room_uncertain: %s, as they were counted; Ray may place them in another way", text)
+    return []
+
+
+def _left_over(claims: Sequence[_Claim], nodes: Sequence[_Node]) -> list[str]:
+    """What finds no place on the empty nodes: first-fit decreasing, what fits fewest nodes first."""
+    there = _total(nodes)
 
     def order(claim: _Claim) -> tuple[int, float]:
-        shares = [amount / there[name] for name, amount in claim.needs.items() if there[name]]
+        shares = [amount / there[name] for name, amount in claim.needs.items() if there.get(name)]
         return len(claim.nodes), -max(shares, default=0.0)
 
+    for node in nodes:
+        node.free = dict(node.resources)
     left = []
     for claim in sorted(claims, key=order):
         for placed in range(claim.number if claim.needs else 0):
             if not any(node.take(claim.needs) for node in claim.nodes):
                 left.append(f"{claim.number - placed} of {claim.number} {claim.what} ({_shown(claim.needs)} each)")
                 break
-    if not left:
-        return []
-    needed = {name: sum(claim.number * claim.needs.get(name, 0) for claim in claims) for name in there}
-    short = [name for name in there if needed[name] > there[name]]
-    totals = [f"all need {needed[name]:g} {name}, the cluster has {there[name]:g}" for name in short]
-    return [f"no node has room left for {' and '.join(left)}", *totals]
+    return left
+
+
+def _shortages(claims: Sequence[_Claim], nodes: Sequence[_Node]) -> list[str]:
+    """What these nodes have less of than those claims need that fit on no other node."""
+    there, ids = _total(nodes), {id(node) for node in nodes}
+    bound = [claim for claim in claims if all(id(node) in ids for node in claim.nodes)]
+    needed = {
+        name: sum(claim.number * claim.needs.get(name, 0) for claim in bound) for claim in bound for name in claim.needs
+    }
+    return [
+        f"all need {amount:g} {name}, the cluster has {there.get(name, 0):g}"
+        for name, amount in needed.items()
+        if amount > there.get(name, 0) + GRAIN / 2
+    ]
+
+
+def _total(nodes: Sequence[_Node]) -> dict[str, float]:
+    names = {name for node in nodes for name in node.resources}
+    return {name: sum(node.resources.get(name, 0) for node in nodes) for name in names}
 
 
 def _needs(model: ModelDeployment) -> dict[str, float]:

@@ -42,8 +42,12 @@ class NoReplica(TransportError):
     """No replica of the model is up (503)."""
 
 
-class ReplicaDied(TransportError):
-    """The replica that served the request went away (503, unless the request is resumed elsewhere).
+class TrialBusy(QueueFull):
+    """A replica has another request on trial (see ReplicaClient)."""
+
+
+class ReplicaLost(TransportError):
+    """The replica that served the request is out of reach (503, unless the request is resumed elsewhere).
 
     Whoever reads the iterator has every token that was delivered; nothing is lost that it could have had.
 
@@ -52,6 +56,10 @@ class ReplicaDied(TransportError):
     """
 
     replica_id: str | None = None
+
+
+class ReplicaDied(ReplicaLost):
+    """Its process ended, or its engine did."""
 
 
 class EngineFailed(TransportError):
@@ -68,7 +76,7 @@ class EngineClient(Protocol):
 
         Raises:
             QueueFull, NoReplica, InvalidParameter: before the first item.
-            ReplicaDied, EngineFailed: at any time.
+            ReplicaLost, EngineFailed: at any time.
         """
         ...
 

@@ -111,7 +111,7 @@ class EngineCore:
         self._kv_cache, self._scheduler = self._new_bookkeeping()
         self.metrics = EngineMetrics()
         self.metrics.observe_load(self._scheduler.load())
-        self._aborted: list[EngineOutput] = []
+        self._ended: list[EngineOutput] = []
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._death: Exception | None = None
         self._interrupted = False
@@ -152,7 +152,7 @@ class EngineCore:
         self._check_alive()
         self.check_request(spec)
         if self._interrupted:
-            self._aborted += self._start_over()
+            self._ended = self._start_over()
         self._scheduler.add(Request.of(spec, self._clock()))
         self.metrics.observe_start(len(spec.prompt_token_ids))
 
@@ -164,13 +164,13 @@ class EngineCore:
         for request_id in request_ids:
             request = self._scheduler.abort(request_id)
             if request is not None:
-                self._aborted.append(last_output(request, None))
+                self._ended.append(last_output(request, None))
 
     def has_work(self) -> bool:
         """Whether a step would do or report something."""
         if self._death is not None:
             return False
-        return bool(self._aborted or self._in_flight or self._interrupted) or self._scheduler.has_unfinished()
+        return bool(self._ended or self._in_flight or self._interrupted) or self._scheduler.has_unfinished()
 
     @_noting_interrupts
     def step(self) -> CoreStep:
@@ -184,9 +184,8 @@ class EngineCore:
             RuntimeError: it had ended before.
         """
         self._check_alive()
-        outputs = self._start_over() if self._interrupted else []
-        outputs += self._aborted
-        self._aborted = []
+        outputs = self._start_over() if self._interrupted else self._ended
+        self._ended = []
         if self._in_flight or self._scheduler.has_unfinished():
             outputs += self._run()
         load = self._scheduler.load()
@@ -194,7 +193,9 @@ class EngineCore:
         self.metrics.observe_step(outputs, **self._scheduler.take_counts()._asdict())
         if self.config.debug_integrity and not self.has_work():
             self.check_integrity()
-        return CoreStep(outputs, self._scheduler.take_events(), load)
+        events = self._scheduler.take_events()
+        self._scheduler.ended.clear()
+        return CoreStep(outputs, events, load)
 
     def load(self) -> EngineLoad:
         return self._scheduler.load()
@@ -278,17 +279,24 @@ class EngineCore:
     def _start_over(self) -> list[EngineOutput]:
         """After Ctrl-C nobody knows how far anything came: all requests end, and nothing cached is trusted.
 
+        So do those that had ended, with outputs that may be lost: only that they were aborted is told as it was.
         Another one in here only makes the next call begin again.
         """
         self._executor.reset()
-        requests = list(self._scheduler.requests.values())
+        requests = [*self._scheduler.ended, *self._scheduler.requests.values()]
         self._in_flight.clear()
-        self._kv_cache, self._scheduler = self._new_bookkeeping()
+        kv_cache, scheduler = self._new_bookkeeping()
+        scheduler.ended += requests
+        self._kv_cache, self._scheduler = kv_cache, scheduler
         self._kv_cache.reset_prefix_cache()  # for those who follow its events
         self._interrupted = False
+        outputs = []
         for request in requests:
-            request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
-        return [last_output(request, "the step was interrupted") for request in requests]
+            is_aborted = request.finish_reason is FinishReason.ABORT
+            if not is_aborted:
+                request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
+            outputs.append(last_output(request, None if is_aborted else "the step was interrupted"))
+        return outputs
 
     def _check_alive(self) -> None:
         if self._death is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -41,7 +42,7 @@ def chat(
     try:
         served = [each.id for each in client.models.list()]
     except OpenAIError as error:
-        raise fail(_sentence(error, url), SERVICE_ERROR) from None
+        raise fail(_sentence(error, url, api_key), SERVICE_ERROR) from None
     if not served or (model is not None and model not in served):
         raise fail(f"the service at {url} has {', '.join(served) or 'no models'}" + (f", not {model}" if model else ""))
     options = {
@@ -73,7 +74,7 @@ def chat(
         except KeyboardInterrupt:
             typer.echo(" …")
         except OpenAIError as error:
-            fail(_sentence(error, url))
+            fail(_sentence(error, url, api_key))
             failed = True
     if failed and not sys.stdin.isatty():
         raise typer.Exit(SERVICE_ERROR)
@@ -151,12 +152,26 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _sentence(error: OpenAIError, url: str) -> str:
-    from openai import APIConnectionError, APIError
+def _sentence(error: OpenAIError, url: str, api_key: str | None) -> str:
+    from openai import APIConnectionError, APIError, AuthenticationError, PermissionDeniedError
 
+    if not api_key and isinstance(error, AuthenticationError | PermissionDeniedError):
+        return "the service wants a key: --api-key or MANTA_API_KEY"
     if isinstance(error, APIConnectionError):
+        if distrust := _distrust(error):
+            return (
+                f"{url} answers, but its certificate is not trusted ({distrust.verify_message}); "
+                "SSL_CERT_FILE=cert.pem trusts one of your own"
+            )
         return f"no service answers at {url} ({error.__cause__ or error}); `make serve` starts one"
     if isinstance(error, APIError):
         detail = error.body.get("message") if isinstance(error.body, dict) else None
         return str(detail or error.message)
     return str(error)
+
+
+def _distrust(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """What a connection failed for, several libraries below, where it is a certificate."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error

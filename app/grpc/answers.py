@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from app.grpc import manta_pb2 as pb
 from app.openai.generation import Generation
-from app.openai.service import usage_of
+from app.openai.service import on_cpu, usage_of
 from engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobDict
 from engine.sampling_params import SamplingParams
 
@@ -16,19 +17,27 @@ async def answer(
     generation: Generation, params: SamplingParams, message: type[pb.GenerateResponse] | type[pb.ChatResponse]
 ) -> AsyncGenerator[bytes, None]:
     """The messages of one prompt's answer, serialised: joined bytes are the merged message."""
+
+    def serialized(output: RequestOutput, with_prompt: bool) -> bytes:
+        response = message()
+        if with_prompt:
+            response.prompt_logprobs.extend(_prompt_logprobs(output, params.prompt_logprobs or 0))
+        for completion in output.outputs:
+            if completion.text or completion.token_ids or completion.finished:
+                response.deltas.append(_delta(completion, params.logprobs or 0))
+        return response.SerializeToString()
+
     held = params.prompt_logprobs is not None
     async with aclosing(generation.steps()) as steps:
         async for news in steps:
-            response = message()
             for _, output in news:
-                if held and output.prompt_logprobs is not None:
+                size = 0
+                with_prompt = held and output.prompt_logprobs is not None
+                if with_prompt:
                     held = False
-                    response.prompt_logprobs.extend(_prompt_logprobs(output, params.prompt_logprobs or 0))
-                for completion in output.outputs:
-                    if completion.text or completion.token_ids or completion.finished:
-                        response.deltas.append(_delta(completion, params.logprobs or 0))
-            if data := response.SerializeToString():
-                yield data
+                    size = len(output.prompt_token_ids) * (1 + (params.prompt_logprobs or 0))
+                if data := await on_cpu(size, partial(serialized, output, with_prompt)):
+                    yield data
     yield message(usage=_usage(generation.outputs())).SerializeToString()
 
 

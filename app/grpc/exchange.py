@@ -10,9 +10,11 @@ import logging
 import re
 import urllib.parse
 import uuid
+from asyncio import Semaphore
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -47,6 +49,9 @@ STATUS = {
 LONGEST_DETAILS = 2000
 """Characters of a status: it travels in HTTP/2 trailers, which clients bound at 8 KiB."""
 
+MOST_WATCHERS = 16
+"""Of one ingress: a quarter of the room that CONTROL_CALLS leaves beside requests."""
+
 _ADDRESS = re.compile(r"ipv[46]:\[?([0-9a-f.:]+)(?:%[^\]]*)?\]?:[0-9]+")
 _PLAIN = re.compile(r"[\x20-\x7e]{1,200}")
 
@@ -60,6 +65,8 @@ class GrpcSide:
         intake: whether calls are taken.
         local_only: refuse clients on other machines.
         check_ready: returns when calls can be served, raises otherwise.
+        everyone: who makes the calls that show no key.
+        watchers: how many more may be told of the service's health for a time; they hold Serve's places for calls.
     """
 
     service: Service
@@ -68,6 +75,8 @@ class GrpcSide:
     metrics: GrpcMetrics
     local_only: bool
     check_ready: Callable[[], Awaitable[None]]
+    everyone: Client
+    watchers: Semaphore = field(default_factory=partial(Semaphore, MOST_WATCHERS))
 
 
 class Exchange:
@@ -93,7 +102,7 @@ class Exchange:
         self._metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         given = self._metadata.get("x-request-id", "")
         self._request_id = given if CLIENTS_ID.fullmatch(given) else uuid.uuid4().hex
-        self._client = Client("everyone", side.service.clock)
+        self._client = side.everyone
         self._held = ExitStack()
         self.failed = False
 

@@ -1,4 +1,7 @@
-"""Messages of `manta.proto` as the bodies that the HTTP endpoints read, so that one code checks both."""
+"""Messages of `manta.proto` as the bodies that the HTTP endpoints read, so that one code checks both.
+
+Whatever a client decides the number of is counted before it becomes Python's.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from app.grpc import manta_pb2 as pb
-from app.openai.body import LONG_BODY, parse_json, refuse_much_or_deep, validate
+from app.openai.body import LONG_BODY, parse_json, refuse_many, refuse_many_values, refuse_much_or_deep, validate
 from app.openai.errors import ApiError
 from app.openai.protocol import ChatCompletionRequest, CompletionRequest, TokenizeChatRequest
 from app.openai.service import on_cpu
@@ -27,6 +30,7 @@ def completion_request(message: pb.GenerateRequest, model: str) -> CompletionReq
     Raises:
         ApiError: 400.
     """
+    refuse_many(0, len(message.token_ids.ids))
     content = {"model": model, **_sampling(message.params), **_present(message, "cache_salt", "priority")}
     match message.WhichOneof("prompt"):
         case "text":
@@ -66,6 +70,7 @@ def _present(message: Message, *names: str) -> dict[str, Any]:
 
 
 def _sampling(params: pb.SamplingParams) -> dict[str, Any]:
+    refuse_many(len(params.logit_bias) + len(params.stop) + len(params.stop_token_ids))
     content: dict[str, Any] = {}
     for field, value in params.ListFields():
         match field.name:
@@ -79,6 +84,10 @@ def _sampling(params: pb.SamplingParams) -> dict[str, Any]:
 
 
 def _conversation(conversation: pb.Conversation) -> dict[str, Any]:
+    refuse_many(len(conversation.messages) + len(conversation.tools))
+    refuse_many(sum(len(message.tool_calls) for message in conversation.messages))
+    schemas = (tool.parameters.encode() for tool in conversation.tools)
+    refuse_many_values(*schemas, conversation.chat_template_kwargs.encode())
     content: dict[str, Any] = {
         "messages": [_message(each) for each in conversation.messages],
         **_present(conversation, "add_generation_prompt"),

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.openai import protocol, responses
+from app.openai import conversation, protocol, responses
 from app.openai.auth import AccessControl, KeyRing
 from app.openai.body import BodyDeadline
 from app.openai.chat import create_chat_completion
@@ -197,7 +197,7 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     protocol.TokenizeTextRequest,
     protocol.TokenizeChatRequest,
     protocol.DetokenizeRequest,
-    protocol.TextPart,
+    conversation.TextPart,
 )
 _STREAMS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": responses.ChatCompletionChunk,

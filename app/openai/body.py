@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,6 +36,19 @@ _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+class RequestModel(BaseModel):
+    """A body, or a part of one: strict types, no unknown fields, null for absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, content: Any) -> Any:
+        if isinstance(content, dict):
+            return {name: value for name, value in content.items() if value is not None}
+        return content
 
 
 class BodyDeadline:
@@ -202,6 +215,15 @@ def _has_many_values(body: bytes) -> bool:
     return body.count(b"[") + body.count(b"{") > MAX_VALUES or body.count(b",") > MAX_VALUES + MAX_TOKEN_IDS
 
 
+def refuse_many(values: int, token_ids: int = 0) -> None:
+    """
+    Raises:
+        ApiError: 400, they are more than a body may have.
+    """
+    if values > MAX_VALUES or token_ids > MAX_TOKEN_IDS:
+        raise _too_many_values()
+
+
 def refuse_much_or_deep(content: dict[str, Any]) -> None:
     """
     Raises:
@@ -213,8 +235,7 @@ def refuse_much_or_deep(content: dict[str, Any]) -> None:
     values = 0
     for _ in range(MAX_DEPTH):
         values += sum(map(len, level))
-        if values > MAX_VALUES:
-            raise _too_many_values()
+        refuse_many(values)
         level = [
             child
             for container in level

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from app.openai.errors import json_response
 from app.openai.generation import Generation
 from app.openai.logprobs import chat_logprobs, prompt_logprobs
 from app.openai.protocol import ChatCompletionRequest
-from app.openai.service import Call, Service, logprobs_asked, on_cpu, usage_of
+from app.openai.service import Call, Service, ending_at, logprobs_asked, on_cpu, usage_of
 from engine.outputs import CompletionOutput
 from engine.processor import ProcessedRequest
 from engine.sampling_params import InvalidParameter, SamplingParams
@@ -34,7 +34,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         raise _as_named_here(refused, body) from None
     answers = _Answers(generation, call.model.tokenizer, body.top_logprobs or 0)
     if body.stream:
-        return await call.stream(_events(call, answers, params.n))
+        return call.stream(_events(call, answers, params.n))
     results = await call.results(answers.generation)
 
     def answer() -> Response:
@@ -68,22 +68,22 @@ async def _events(call: Call, answers: _Answers, n: int) -> AsyncGenerator[bytes
 
 
 def chat_params(body: ChatCompletionRequest, call: Call) -> SamplingParams:
-    """Where max_tokens is absent, it is what the context leaves, and no more than there may be log-probabilities of."""
-    params = body.sampling_params(
+    return body.sampling_params(
         call.model.model_config.generation_defaults,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    if params.max_tokens is None and params.logprobs is not None:
-        most = call.service.limits.max_logprobs // (params.n * (1 + params.logprobs))
-        params = replace(params, max_tokens=max(1, params.min_tokens, most))
-    return params
 
 
 def process_chat(body: ChatCompletionRequest, params: SamplingParams, call: Call) -> ProcessedRequest:
-    return call.model.processor.process_chat(
+    """Where max_tokens is absent, it is what the context leaves, and no more than there may be log-probabilities of."""
+    processed = call.model.processor.process_chat(
         body.template_messages(), params, request_id=call.id, **body.template_args(), **call.processor_args
     )
+    if params.max_tokens is None and params.logprobs is not None:
+        most = call.service.limits.max_logprobs // (params.n * (1 + params.logprobs))
+        processed = ending_at(processed, max(1, most))
+    return processed
 
 
 def _as_named_here(refused: InvalidParameter, body: ChatCompletionRequest) -> InvalidParameter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -12,10 +13,10 @@ from starlette.responses import Response
 
 from app.openai.body import parse_body
 from app.openai.errors import json_response
-from app.openai.generation import Generation
+from app.openai.generation import Delta, Generation
 from app.openai.logprobs import completion_logprobs, prompt_logprobs
 from app.openai.protocol import COMPLETION_MAX_TOKENS, CompletionRequest
-from app.openai.service import Call, Service, logprobs_asked, on_cpu, usage_of
+from app.openai.service import Call, Service, ending_at, logprobs_asked, on_cpu, usage_of
 from engine.outputs import CompletionOutput, RequestOutput, TokenLogprobDict
 from engine.processor import ProcessedRequest
 from engine.sampling_params import InvalidParameter, SamplingParams
@@ -39,37 +40,43 @@ async def create_completion(service: Service, request: Request) -> Response:
         shows_prompt_logprobs=body.prompt_logprobs is not None,
         token_text=call.model.tokenizer.token_text,
     )
+    of_outputs, of_prompts = logprobs_asked(processed, prompt_copies)
     if body.stream:
-        return await call.stream(_events(call, completions))
+        return call.stream(_events(call, completions, of_prompts + sum(map(len, echo or ()))))
     results = await call.results(completions.generation)
 
     def answer() -> Response:
         choices = [choice for index, result in enumerate(results) for choice in completions.choices(index, result)]
         return json_response({**call.head("text_completion"), "choices": choices, "usage": completions.usage(results)})
 
-    return await on_cpu(sum(logprobs_asked(processed, prompt_copies)), answer)
+    return await on_cpu(of_outputs + of_prompts, answer)
 
 
-async def _events(call: Call, completions: _Completions) -> AsyncGenerator[bytes, None]:
+async def _events(call: Call, completions: _Completions, prompt_size: int) -> AsyncGenerator[bytes, None]:
+    """
+    Args:
+        prompt_size: characters and log-probabilities of prompts that their choices begin with.
+    """
     writer = call.chunk_writer("text_completion")
+
+    def chunks(deltas: Sequence[Delta]) -> bytes:
+        return b"".join(
+            writer.chunk(choice)
+            for index, delta in deltas
+            for choice in completions.choices(index, delta)
+            if choice["text"] or choice["logprobs"] or choice["finish_reason"]
+        )
+
     async with aclosing(completions.generation.steps()) as steps:
         async for deltas in steps:
-            data = b"".join(
-                writer.chunk(choice)
-                for index, delta in deltas
-                for choice in completions.choices(index, delta)
-                if choice["text"] or choice["logprobs"] or choice["finish_reason"]
-            )
+            data = await on_cpu(prompt_size if completions.begin_in(deltas) else 0, partial(chunks, deltas))
             if data:
                 yield data
     yield writer.end(completions.usage(completions.generation.outputs()))
 
 
 def completion_params(body: CompletionRequest, call: Call) -> SamplingParams:
-    decided: dict[str, Any] = {
-        "max_tokens": COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        "logprobs": body.logprobs,
-    }
+    decided: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         if body.prompt_logprobs not in (None, body.logprobs):
             raise InvalidParameter("prompt_logprobs", "prompt_logprobs: must be equal to logprobs when echo is true")
@@ -94,7 +101,8 @@ def process_completion(
                 )
             prompt = tokenizer.encode(prompt, add_special_tokens=False)
         request_id = call.id if len(prompts) == 1 else f"{call.id}-{index}"
-        processed.append(processor.process(prompt, params, request_id=request_id, **call.processor_args))
+        one = processor.process(prompt, params, request_id=request_id, **call.processor_args)
+        processed.append(ending_at(one, COMPLETION_MAX_TOKENS) if params.max_tokens is None else one)
     return processed
 
 
@@ -128,11 +136,19 @@ class _Completions:
             self._prompt_logprobs[index] = output.prompt_logprobs
         return [self._choice(index, output, self._asked_for(completion)) for completion in output.outputs]
 
+    def begin_in(self, deltas: Sequence[Delta]) -> bool:
+        """Whether some choice's first words are among what is new."""
+        return any(
+            self._position(index, completion) not in self._offsets
+            for index, delta in deltas
+            for completion in delta.outputs
+        )
+
     def usage(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
         return usage_of([replace(each, outputs=[self._asked_for(c) for c in each.outputs]) for each in results])
 
     def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        position = index * self.n + completion.index
+        position = self._position(index, completion)
         text, token_ids = completion.text, completion.token_ids
         entries: Sequence[TokenLogprobDict | None] | None = completion.logprobs
         choice: dict[str, Any] = {"index": position, "text": text, "logprobs": None}
@@ -153,6 +169,9 @@ class _Completions:
         choice["finish_reason"] = completion.finish_reason
         choice["stop_reason"] = completion.stop_reason
         return choice
+
+    def _position(self, index: int, completion: CompletionOutput) -> int:
+        return index * self.n + completion.index
 
     def _asked_for(self, completion: CompletionOutput) -> CompletionOutput:
         if not self.prompt_alone:

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from app.transport import EngineFailed, NoReplica, QueueFull, ReplicaDied
+from app.transport import EngineFailed, NoReplica, QueueFull, ReplicaLost
 from engine.sampling_params import InvalidParameter
 
 LONGEST_VALUE = 80
@@ -87,7 +87,7 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers={"retry-after": retry_after})
         case NoReplica():
             return ApiError(503, str(error), code="no_replica", headers={"retry-after": "1"})
-        case ReplicaDied():
+        case ReplicaLost():
             return ApiError(503, str(error), code="replica_died", headers={"retry-after": "1"})
         case EngineFailed():
             return ApiError(500, str(error), code="internal_error")

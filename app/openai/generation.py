@@ -33,7 +33,7 @@ class Generation:
         pause: seconds that it waits after anything new but the end, so that what comes meanwhile comes together.
         on_first_token: called when it comes.
         on_tokens: called with the number of tokens that came and are part of the answer.
-        on_refused: called when no replica takes the request, and no token has come.
+        on_refused: called with the index of a prompt that no replica took.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Generation:
         pause: Callable[[], float] = lambda: 0.0,
         on_first_token: Callable[[], None] = lambda: None,
         on_tokens: Callable[[int], None] = lambda _: None,
-        on_refused: Callable[[], None] = lambda: None,
+        on_refused: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._client = client
         self._processed = processed
@@ -57,6 +57,8 @@ class Generation:
         self._on_tokens = on_tokens
         self._on_refused = on_refused
         self._started = False
+        self._offered = 0  # prompts that replicas have, or are asked to take
+        self._ended = asyncio.Semaphore(0)  # lets one that was refused try again for each that ends
         self._held = {index for index, each in enumerate(processed) if each.params.prompt_logprobs is not None}
 
     async def steps(self) -> AsyncGenerator[list[Delta], None]:
@@ -124,31 +126,42 @@ class Generation:
         return [assembler.snapshot() for assembler in self._assemblers]
 
     async def _outputs(self) -> AsyncGenerator[list[Arrival], None]:
-        try:
-            if len(self._processed) == 1:
-                async with _closing(self._client.generate(self._processed[0].children)) as steps:
+        streams = [self._of_prompt(index) for index in range(len(self._processed))]
+        if len(streams) == 1:
+            async with aclosing(streams[0]) as steps:
+                async for outputs in steps:
+                    yield [(0, outputs)]
+            return
+        async with aclosing(_merged(streams)) as merged:
+            async for arrived in merged:
+                yield arrived
+
+    async def _of_prompt(self, index: int) -> AsyncGenerator[list[EngineOutput], None]:
+        """The outputs of one prompt. Where only those beside it fill the replicas, it is offered again as they end."""
+        while True:
+            self._offered += 1
+            try:
+                async with _closing(self._client.generate(self._processed[index].children)) as steps:
                     async for outputs in steps:
-                        yield [(0, outputs)]
+                        yield outputs
+                self._ended.release()
                 return
-            streams = [self._client.generate(each.children) for each in self._processed]
-            async with aclosing(_merged(streams)) as merged:
-                async for arrived in merged:
-                    yield arrived
-        except (NoReplica, QueueFull):
-            if not self._started:
-                self._on_refused()
-            raise
+            except (NoReplica, QueueFull) as refusal:  # only ever before the first output
+                if isinstance(refusal, NoReplica) or self._offered == 1:
+                    self._on_refused(index)
+                    raise
+            finally:
+                self._offered -= 1
+            await self._ended.acquire()
 
 
-async def _merged(
-    streams: Sequence[AsyncIterator[list[EngineOutput]]],
-) -> AsyncGenerator[list[Arrival], None]:
+async def _merged(streams: Sequence[AsyncGenerator[list[EngineOutput], None]]) -> AsyncGenerator[list[Arrival], None]:
     """The items of several streams with their stream's index; all that are there in one item."""
     arrived: list[Arrival] = []
     news = asyncio.Event()
 
-    async def pump(index: int, stream: AsyncIterator[list[EngineOutput]]) -> None:
-        async with _closing(stream):
+    async def pump(index: int, stream: AsyncGenerator[list[EngineOutput], None]) -> None:
+        async with aclosing(stream):
             async for outputs in stream:
                 arrived.append((index, outputs))
                 news.set()

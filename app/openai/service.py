@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -22,7 +22,7 @@ from app.openai.sse import ChunkWriter, EventStream, EventStreamResponse, Pace, 
 from engine.outputs import RequestOutput
 from engine.processor import ProcessedRequest
 from engine.request import Clock
-from engine.sampling_params import InvalidParameter
+from engine.sampling_params import InvalidParameter, SamplingParams
 
 DEADLINE_SLACK_S = 1.0
 """How much later than the ingress the engine gives a request up: an end by the engine looks like an abort."""
@@ -143,7 +143,7 @@ class Call:
             pause=self.service.pace.wait,
             on_first_token=first_token,
             on_tokens=self.client.charge_output if shows_output else lambda _: None,
-            on_refused=lambda: self.client.give_back(prompt_tokens),
+            on_refused=lambda index: self.client.give_back(len(processed[index].prompt_token_ids)),
         )
 
     def _check_logprobs(self, processed: Sequence[ProcessedRequest], prompt_copies: int) -> None:
@@ -165,9 +165,8 @@ class Call:
 
         return await unless_disconnected(self.request.receive, run())
 
-    async def stream(self, events: AsyncGenerator[bytes, None]) -> Response:
+    def stream(self, events: AsyncGenerator[bytes, None]) -> Response:
         """A response of SSE bytes, which starts them when it is sent."""
-
         stream = EventStream(self.in_time(events), pace=self.service.pace, heartbeat=self.service.limits.heartbeat)
         return EventStreamResponse(stream)
 
@@ -180,6 +179,17 @@ class Call:
         async with asyncio.timeout(self.seconds_left), aclosing(source):
             async for data in source:
                 yield data
+
+
+def ending_at(processed: ProcessedRequest, most: int) -> ProcessedRequest:
+    """With a bound on the tokens that the client did not ask for: unlike its own max_tokens it is never refused as more
+    than the context leaves. The client's min_tokens go before it."""
+
+    def bounded(params: SamplingParams) -> SamplingParams:
+        return replace(params, max_tokens=max(params.min_tokens, min(most, params.max_tokens or most)))
+
+    children = tuple(replace(child, params=bounded(child.params)) for child in processed.children)
+    return replace(processed, params=bounded(processed.params), children=children)
 
 
 async def on_cpu(characters: int, work: Callable[[], T]) -> T:

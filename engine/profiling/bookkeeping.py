@@ -23,11 +23,17 @@ def bookkeeping_core(config: EngineConfig, *, max_model_len: int) -> EngineCore:
     Scheduler, KV blocks, rows, inputs and sampling are the real ones, the latter over 64 tokens; the model gives the
     same logits for everything, at no cost.
     """
-    model_config = ModelConfig(
+    model_config = bookkeeping_model(vocab_size=VOCAB_SIZE, max_model_len=max_model_len)
+    return EngineCore(config, model_config, _Executor(config, model_config))
+
+
+def bookkeeping_model(*, vocab_size: int, max_model_len: int) -> ModelConfig:
+    """What an engine has to know of a model that computes nothing."""
+    return ModelConfig(
         name="bookkeeping",
         path=Path(),
         architecture="",
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=1,
         intermediate_size=1,
         num_layers=1,
@@ -37,7 +43,6 @@ def bookkeeping_core(config: EngineConfig, *, max_model_len: int) -> EngineCore:
         max_model_len=max_model_len,
         dtype="float32",
     )
-    return EngineCore(config, model_config, _Executor(config, model_config))
 
 
 class _Executor:

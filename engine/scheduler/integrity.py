@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, RequestStatus
 from engine.scheduler.request_queue import RequestQueue
-from engine.scheduler.step_plan import StepPlan
+from engine.scheduler.scheduled_batch import ScheduledBatch
 
 
 def check_requests(
     requests: Mapping[str, Request],
     running: Sequence[Request],
     queue: RequestQueue,
-    in_flight: Iterable[StepPlan],
+    in_flight: Iterable[ScheduledBatch],
     kv: KVCacheManager,
 ) -> None:
     """Checks that every request is where its state says, with the tokens and blocks that it should have.
@@ -36,8 +36,8 @@ def check_requests(
         "a request is neither waiting nor running, or it is both"
     )
     pending: Counter[int] = Counter()
-    for plan in in_flight:
-        for request, step in zip(plan.requests, plan.steps, strict=True):
+    for batch in in_flight:
+        for request, step in zip(batch.requests, batch.steps, strict=True):
             pending[id(request)] += 1 + len(step.spec_token_ids) if step.samples else 0
     for request in requests.values():
         assert request.num_pending_tokens == pending[id(request)], f"{request.request_id} has other tokens pending"

@@ -20,7 +20,7 @@ from engine.scheduler.integrity import check_requests
 from engine.scheduler.probation import Probation
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.results import apply_result, last_output, timing_of, token_limit, waits_for_result
-from engine.scheduler.step_plan import StepPlan, StepsInFlight
+from engine.scheduler.scheduled_batch import ScheduledBatch, StepsInFlight
 
 BY_ORDER = attrgetter("order")
 NO_WORK = SchedulerOutput(())
@@ -50,6 +50,7 @@ class Scheduler:
 
     Attributes:
         requests: all that have not ended, by id.
+        ended: those whose end nobody was told yet; the owner clears it once he has.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Scheduler:
         self._policy = policy
         self._clock = clock
         self.requests: dict[str, Request] = {}
+        self.ended: list[Request] = []
         self._running: list[Request] = []
         self._waiting = RequestQueue()
         self._sequence = itertools.count()
@@ -121,19 +123,19 @@ class Scheduler:
 
         Without steps there is nothing to execute, but update() is due all the same: it reports what ended unrun.
         """
-        plan = StepPlan(self._max_num_batched_tokens, self._clock())
-        for request in self._deadlines.pop_overdue(plan.now):
+        batch = ScheduledBatch(self._max_num_batched_tokens, self._clock())
+        for request in self._deadlines.pop_overdue(batch.now):
             self._remove(request)
-            self._end_early(request, FinishReason.ABORT, plan.now)
+            self._end_early(request, FinishReason.ABORT, batch.now)
         if self._probation:
-            self._try_alone(plan)
+            self._try_alone(batch)
         else:
-            self._continue_running(plan)
-            self._start_waiting(plan)
-        if not plan.steps:
+            self._continue_running(batch)
+            self._start_waiting(batch)
+        if not batch.steps:
             return NO_WORK
         released, self._released = tuple(self._released), []
-        return self._in_flight.add(plan, released)
+        return self._in_flight.add(batch, released)
 
     def update(self, output: SchedulerOutput, sampled: Sequence[SampledStep]) -> list[EngineOutput]:
         """Takes in the results of the oldest step in flight; one output for each request that has news.
@@ -219,47 +221,47 @@ class Scheduler:
 
     # ---- schedule ----
 
-    def _continue_running(self, plan: StepPlan) -> None:
+    def _continue_running(self, batch: ScheduledBatch) -> None:
         index = 0
         while index < len(self._running):
             request = self._running[index]
             kept_for_others = len(self._running) - index - 1
             if request.num_pending_tokens and waits_for_result(request, self._max_model_len):
                 # It may ask for a block when it goes on.
-                plan.promised += 1
+                batch.promised += 1
                 index += 1
                 continue
             wanted, drafts = request.num_wanted_tokens, request.spec_token_ids
             if drafts:
                 # The last token that can be put out is sampled, not drafted.
                 drafts = drafts[: max(token_limit(request, self._max_model_len) - request.num_tokens - 1, 0)]
-            count = min(wanted + len(drafts), plan.budget - kept_for_others)
-            if not self._continue(request, count, plan, drafts[: max(count - wanted, 0)]):
+            count = min(wanted + len(drafts), batch.budget - kept_for_others)
+            if not self._continue(request, count, batch, drafts[: max(count - wanted, 0)]):
                 return  # it was the last in order
             index += 1
 
-    def _continue(self, request: Request, count: int, plan: StepPlan, drafts: Sequence[int] = ()) -> bool:
+    def _continue(self, request: Request, count: int, batch: ScheduledBatch, drafts: Sequence[int] = ()) -> bool:
         """A running request's part in the step, if need be with blocks of those behind it; False if it had to go."""
         while (blocks := self._kv.allocate_slots(request, count)) is None:
             victim = self._running.pop()
             # One whose pending token ends it needs no more room; any other fails when it is to start again.
             if not self._running and not victim.num_pending_tokens:
-                self._fail_oversized(victim, plan.now)
+                self._fail_oversized(victim, batch.now)
                 return False
             self._preempt(victim)
             if victim is request:
                 return False
         blocks_to_come = self._blocks_to_come(request, request.num_computed_tokens + count)
-        plan.add_step(request, count, blocks_to_come=blocks_to_come, new_blocks=blocks, drafts=drafts)
+        batch.add_step(request, count, blocks_to_come=blocks_to_come, new_blocks=blocks, drafts=drafts)
         return True
 
-    def _start_waiting(self, plan: StepPlan) -> None:
+    def _start_waiting(self, batch: ScheduledBatch) -> None:
         if not self._waiting or len(self._running) >= self._max_num_seqs:
             return
         size = self._kv.block_size
-        being_computed = {*plan.blocks_made_full(size), *self._in_flight.blocks_made_full(size)}
+        being_computed = {*batch.blocks_made_full(size), *self._in_flight.blocks_made_full(size)}
         held: list[Request] = []
-        while self._waiting and plan.budget > 0 and len(self._running) + len(held) < self._max_num_seqs:
+        while self._waiting and batch.budget > 0 and len(self._running) + len(held) < self._max_num_seqs:
             request = self._waiting.peek()
             if request.status is RequestStatus.PREEMPTED and request in self._in_flight:
                 break  # its result may add to its tokens, or end it
@@ -267,49 +269,49 @@ class Scheduler:
             if missing in being_computed:
                 # A step soon finds that block (or a failure ends all), so this wait cannot go on without progress.
                 held.append(self._waiting.pop())
-            elif self._start(request, cached, plan):
+            elif self._start(request, cached, batch):
                 being_computed.update(request.block_hashes[len(cached) : request.num_computed_tokens // size])
             elif self._running:
                 break
             else:
                 self._waiting.remove(request)
-                self._fail_oversized(request, plan.now)
+                self._fail_oversized(request, batch.now)
         for request in held:
             self._waiting.push(request)
 
-    def _try_alone(self, plan: StepPlan) -> None:
+    def _try_alone(self, batch: ScheduledBatch) -> None:
         """The next part of the first request on probation, as soon as nothing else runs on the device."""
         if self._in_flight:
             return
         request = next(iter(self._probation))
         if request.is_running:
-            self._continue(request, min(request.num_wanted_tokens, plan.budget), plan)
+            self._continue(request, min(request.num_wanted_tokens, batch.budget), batch)
             return
         cached, _ = self._kv.match_prefix(request)
-        while not self._start(request, cached, plan):
+        while not self._start(request, cached, batch):
             # Those that have passed make room. There is enough at last: it had room in the step that failed.
             self._preempt(self._running.pop())
 
-    def _start(self, request: Request, cached: Sequence[KVCacheBlock], plan: StepPlan) -> bool:
+    def _start(self, request: Request, cached: Sequence[KVCacheBlock], batch: ScheduledBatch) -> bool:
         """Lets a waiting request run; False, and nothing done, where its tokens have no room."""
         num_cached = len(cached) * self._kv.block_size
-        count = min(request.num_tokens - num_cached, plan.budget)
+        count = min(request.num_tokens - num_cached, batch.budget)
         # It starts only if all of its tokens have room, else it would lose its first blocks before its last chunk.
         blocks_to_come = self._blocks_to_come(request, num_cached + count)
-        if self._kv.allocate_slots(request, count, cached, reserve=plan.promised + blocks_to_come) is None:
+        if self._kv.allocate_slots(request, count, cached, reserve=batch.promised + blocks_to_come) is None:
             return False
         self._waiting.remove(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_cached
         if request.scheduled_at is None:
-            request.scheduled_at = plan.now
+            request.scheduled_at = batch.now
             request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             if self._kv.enable_prefix_caching and not request.owes_prompt_logprobs:
                 preemptions, queried, hit = self._counts
                 self._counts = SchedulerCounts(preemptions, queried + request.num_tokens, hit + num_cached)
         insort(self._running, request, key=BY_ORDER)
-        plan.add_start(request, self._kv.req_to_blocks[request.request_id])
-        plan.add_step(request, count, blocks_to_come=blocks_to_come)
+        batch.add_start(request, self._kv.req_to_blocks[request.request_id])
+        batch.add_step(request, count, blocks_to_come=blocks_to_come)
         return True
 
     def _blocks_to_come(self, request: Request, num_computed: int) -> int:
@@ -371,6 +373,7 @@ class Scheduler:
         request.finished_at = now
         self._probation.leave(request)
         del self.requests[request.request_id]
+        self.ended.append(request)
 
     def _finish_in_update(self, request: Request, reason: FinishReason, now: float) -> None:
         """Finishes a request; update() then takes all such out of those that run, at once."""

@@ -286,6 +286,7 @@ async def test_replica_refuses_what_cannot_start_in_time_and_takes_it_when_idle(
     ]
     assert replica._start_estimate is not None
     while replica._start_estimate.wait_s(0) <= 0.01:
+        assert not all(call.done() for call in running), "they ended before anyone would have had to wait"
         await asyncio.sleep(0.001)
     end = await replica.generate((sequence("late", max_tokens=1),), "ingress")
     assert isinstance(end.error, QueueFull)

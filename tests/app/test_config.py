@@ -27,6 +27,11 @@ def model(**given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "where", "says"),
     [
+        (
+            {"models": [model(), model(name="two", resume_wait_s=600)]},
+            "",
+            "ingress.idle_timeout_s=600: must be longer than resume_wait_s of model 'two', which is 600",
+        ),
         ({"models": [model(replicas=2)]}, "models.0", "unknown key 'replicas'; did you mean 'num_replicas'?"),
         ({"models": [model()], "ingres": {}}, "", "did you mean 'ingress'?"),
         ({"models": [model()], "ingress": {"zzz": 1}}, "ingress", "unknown key 'zzz'; known: num_replicas"),

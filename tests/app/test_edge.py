@@ -21,12 +21,17 @@ from tests.app.scripted_engine import ScriptedReplica
 from tests.app.test_transport import eventually, on_replicas
 
 LONG = 400
+AFTERWARDS = 20
+"""Events of a stream that a removed replica must still give; each has a token or more."""
+
 HEADERS = {"x-request-timeout-seconds": "0", "x-request-disconnect-disabled": "?1"}
 """No limit and no end, as far as Serve is concerned."""
 
 
 class SlowReplica(ScriptedReplica):
-    STEP_S = 0.02
+    """A whole answer takes 40 s, so that a redeploy comes in its midst; no test waits for all of it."""
+
+    STEP_S = 0.1
 
 
 class StuckReplica(ScriptedReplica):
@@ -41,7 +46,7 @@ def deploy(tiny_folder: Path, *, max_queued: int = 64, **ingress: Any) -> None:
     config = ServiceConfig.model_validate(
         {
             "models": [
-                {"name": name, "model": str(tiny_folder), "engine": {"load_format": "dummy"}}
+                {"name": name, "model": str(tiny_folder), "engine": {"load_format": "dummy"}, "resume_wait_s": 0.5}
                 for name in ("slow", "stuck")
             ],
             "access": {"open": True},
@@ -152,8 +157,8 @@ async def test_client_that_leaves_frees_the_engine_whatever_its_headers_said(edg
     async with httpx.AsyncClient(timeout=60) as http, looking_at("slow") as client:
         given = body("slow", stream=True)
         async with http.stream("POST", f"{url}/v1/completions", json=given, headers=HEADERS) as answer:
-            async for _ in answer.aiter_lines():
-                break
+            lines = answer.aiter_lines()  # held: its end would close the connection
+            assert (await anext(lines)).startswith("data: {")
 
             async def runs() -> bool:
                 return len(await on_replicas(client, "running")) == 1
@@ -171,15 +176,20 @@ async def test_stream_survives_a_redeploy_that_removes_its_replica(
     change: dict[str, Any] = {"max_choices": 255} if with_ingress else {}
 
     async with httpx.AsyncClient(timeout=120) as http, looking_at("slow") as client:
-        begun = asyncio.Event()
+        begun, removed = asyncio.Event(), asyncio.Event()
 
         async def stream() -> str:
-            text = ""
-            async with http.stream("POST", f"{url}/v1/completions", json=body("slow", stream=True)) as answer:
+            """What it has said some tokens after its replica's removal."""
+            text, afterwards = "", 0
+            given = body("slow", stream=True)
+            async with http.stream("POST", f"{url}/v1/completions", json=given) as answer:
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
                         begun.set()
                         text += json.loads(line[6:])["choices"][0]["text"]
+                        afterwards += removed.is_set()
+                    if afterwards == AFTERWARDS:
+                        break
             return text
 
         async def known() -> frozenset[str]:
@@ -195,7 +205,12 @@ async def test_stream_survives_a_redeploy_that_removes_its_replica(
 
         assert await eventually(is_removed)
         assert not streamed.done(), "the test is too slow to say anything"
-        assert await streamed == load_tokenizer(tiny_folder).decode(range(1000, 1000 + LONG))
+        removed.set()
+        text = await streamed
+        whole = load_tokenizer(tiny_folder).decode(range(1000, 1000 + LONG))
+        assert len(text) >= AFTERWARDS
+        assert whole.startswith(text)
+        assert text != whole
         await redeployed
         after = await http.post(f"{url}/v1/completions", json=body("slow", max_tokens=2))
         assert after.status_code == 200

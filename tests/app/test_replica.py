@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from app.ingress_session import TRIAL_TOKENS
 from app.replica import IngressSession, PromptCall
-from app.transport import PROVEN_TOKENS, CallEnd, QueueFull, ReplicaDied, StreamItem, unpack
+from app.transport import CallEnd, QueueFull, ReplicaLost, StreamItem, TrialBusy, unpack
 from engine.kv_cache.events import BlockStored
 from engine.outputs import EngineLoad, EngineOutput
 from engine.request import FinishReason
@@ -73,7 +74,7 @@ async def test_a_call_that_comes_before_its_stream_waits_for_it(replica: Scripte
 
 async def test_a_call_without_a_stream_gives_up(replica: ScriptedReplica, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.replica.STREAM_WAIT_S", 0.01)
-    assert isinstance((await replica.generate((request("a"),), "ingress")).error, ReplicaDied)
+    assert isinstance((await replica.generate((request("a"),), "ingress")).error, ReplicaLost)
 
 
 async def test_a_burst_between_two_steps_fills_engine_and_queue_and_no_more(replica: ScriptedReplica) -> None:
@@ -109,13 +110,30 @@ async def test_a_few_tokens_end_a_trial(replica: ScriptedReplica) -> None:
     innocent = asyncio.create_task(replica.generate((request("innocent", 1, 10**6),), "ingress", on_trial=True))
     while not reader.tokens("innocent"):
         await asyncio.sleep(0.001)
-    assert isinstance((await replica.generate((request("early"),), "ingress", on_trial=True)).error, QueueFull)
-    while len(reader.tokens("innocent")) < PROVEN_TOKENS:
+    assert isinstance((await replica.generate((request("early"),), "ingress", on_trial=True)).error, TrialBusy)
+    while len(reader.tokens("innocent")) < TRIAL_TOKENS:
         await asyncio.sleep(0.001)
     assert (await replica.generate((request("next"),), "ingress", on_trial=True)).error is None
     assert not innocent.done()
     innocent.cancel()
     await asyncio.gather(innocent, return_exceptions=True)
+    await reader.close()
+
+
+async def test_a_call_that_comes_twice_is_one(replica: ScriptedReplica) -> None:
+    reader = await Reader(replica).opened()
+    first = asyncio.create_task(replica.generate((request("a", HANG),), "ingress"))
+    await asyncio.sleep(0.05)
+    again = asyncio.create_task(replica.generate((request("a", HANG),), "ingress"))
+    await asyncio.sleep(0.05)
+    assert not first.done()
+    assert not again.done()
+    assert (await replica.state(pinned_to="me"))["running"] == ["a"]
+    again.cancel()
+    await asyncio.gather(first, again, return_exceptions=True)
+    while (await replica.state(pinned_to="me"))["running"]:
+        await asyncio.sleep(0.01)
+    assert (await replica.generate((request("b"),), "ingress")).error is None
     await reader.close()
 
 
@@ -146,7 +164,7 @@ async def test_closing_the_stream_aborts_and_ends_its_calls_and_no_others(replic
     kept = asyncio.create_task(replica.generate((request("b", 1, 30),), "two"))
     await asyncio.sleep(0.01)
     await one.close()
-    assert isinstance((await lost).error, ReplicaDied)
+    assert isinstance((await lost).error, ReplicaLost)
     assert (await kept).error is None
     assert (await replica.state(pinned_to="me"))["aborted"] == ["a"]
     await two.close()
@@ -157,17 +175,17 @@ async def test_a_second_stream_of_an_ingress_replaces_the_first(replica: Scripte
     lost = asyncio.create_task(replica.generate((request("a", HANG),), "ingress"))
     await asyncio.sleep(0.01)
     new = await Reader(replica, stream_id="new").opened()
-    assert isinstance((await lost).error, ReplicaDied)
+    assert isinstance((await lost).error, ReplicaLost)
     await asyncio.wait_for(old.task, 5)
     assert await replica.generate((request("b"),), "ingress") == CallEnd("new")
     await new.close()
 
 
 async def test_a_call_meant_for_another_replica_is_refused(replica: ScriptedReplica) -> None:
-    with pytest.raises(ReplicaDied, match="other"):
+    with pytest.raises(ReplicaLost, match="other"):
         await anext(replica.outputs("ingress", "stream", None, pinned_to="other"))
     for method in (replica.kv_snapshot, replica.metrics):
-        with pytest.raises(ReplicaDied):
+        with pytest.raises(ReplicaLost):
             await method(pinned_to="other")
 
 
@@ -238,7 +256,7 @@ async def test_an_ingress_that_outlives_its_lease_loses_its_requests(replica: Sc
     assert not call.done(), "its end would hold up the replica"
     assert replica._num_unfinished == 0, "what was aborted takes no place in the queue"
     ingress.answers.set()
-    assert isinstance((await asyncio.wait_for(call, 10)).error, ReplicaDied)
+    assert isinstance((await asyncio.wait_for(call, 10)).error, ReplicaLost)
     with pytest.raises(StopAsyncIteration):
         await asyncio.wait_for(anext(stream), 10)
 

@@ -103,6 +103,20 @@ def test_what_is_missing_is_named(given: dict[str, Any], nodes: list[Any], says:
         check_cluster([model(**given)], BESIDE, nodes)
 
 
+def test_cluster_in_which_no_way_was_found_but_there_is_one_is_left_in_peace(
+    warnings: pytest.LogCaptureFixture,
+) -> None:
+    fours, threes = model("fours", num_cpus=4, num_replicas=2), model("threes", num_cpus=3, num_replicas=4)
+    check_cluster([fours, threes], BESIDE, [node(cpus=10), node(cpus=10)])
+    assert "room_uncertain: no node has room left for 1 of 4 replicas of model 'threes'" in warnings.text
+
+
+def test_models_that_need_the_same_few_nodes_are_refused_together() -> None:
+    models = [model(name, num_gpus=1, gpu_memory_gb=80) for name in ("one", "two")]
+    with pytest.raises(MissingResources, match="1 of 1 replicas of model 'two' on GPUs with 80 GB or more"):
+        check_cluster(models, BESIDE, [node(gpus=1, kind="H100"), node(gpus=8, kind="T4")])
+
+
 def test_everything_that_is_missing_is_named_at_once() -> None:
     models = [model("one", num_gpus=1), model("two", num_cpus=100)]
     with pytest.raises(MissingResources, match=r"model 'one' needs a GPU; .*; a replica of model 'two' needs 100 CPU"):

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import ray
 
-from app.engine_client import RayEngineClient, _Call
-from app.transport import NoReplica, QueueFull, ReplicaDied, StreamItem, pack, unpack
+from app.engine_client import RayEngineClient
+from app.replica_link import Call
+from app.transport import NoReplica, QueueFull, ReplicaLost, StreamItem, pack, unpack
 from engine.kv_cache.events import AllBlocksCleared, BlockStored
 from engine.outputs import EngineLoad, EngineOutput, RequestTiming, TokenLogprobs
 from engine.request import EngineRequest, FinishReason
@@ -193,7 +194,7 @@ async def test_a_broken_stream_fails_its_prompts_and_is_opened_again(shared: Any
                 if len(got) == 10:
                     await client.call_replicas("end_sessions", 10.0)
 
-        with pytest.raises(ReplicaDied):
+        with pytest.raises(ReplicaLost):
             await read()
         assert got == list(range(1, len(got) + 1))
         r = request(new_id(), 1, 5)
@@ -212,7 +213,7 @@ async def test_a_stream_that_cannot_be_read_is_opened_again(shared: Any, monkeyp
             raise ValueError("garbled")
 
         monkeypatch.setattr("app.engine_client.unpack", garbled)
-        with pytest.raises(ReplicaDied):
+        with pytest.raises(ReplicaLost):
             await tokens_of(client, request(new_id(), 1, LONG))
         assert failures == 1
         async with asyncio.timeout(5):
@@ -221,7 +222,7 @@ async def test_a_stream_that_cannot_be_read_is_opened_again(shared: Any, monkeyp
 
 
 async def test_a_call_that_ray_sent_twice_takes_the_outputs_of_one_stream() -> None:
-    call = _Call((request("a"),), 0.0)
+    call = Call((request("a"),), 0.0)
     for stream_id in ("one", "two"):
         call.take_from(stream_id, EngineOutput("a", (1,)))
     call.take_from("two", EngineOutput("a", (2,), finish_reason=FinishReason.LENGTH))
@@ -401,7 +402,7 @@ async def test_a_killed_replica_fails_its_prompts_alone_and_is_replaced(deploy_s
         assert 0 < len(doomed) < 8
         os.kill(states[victim]["pid"], signal.SIGKILL)
         results = dict(zip(tasks, await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True))
-        assert {i for i, result in results.items() if isinstance(result, ReplicaDied)} == doomed
+        assert {i for i, result in results.items() if isinstance(result, ReplicaLost)} == doomed
         assert all(results[i] == list(range(1, 501)) for i in results.keys() - doomed)
         assert all(progress[i] == list(range(1, len(progress[i]) + 1)) for i in doomed)
 
@@ -424,13 +425,13 @@ async def test_a_dead_engine_counts_as_a_dead_replica(deploy_scripted: Callable[
             async for _ in client.generate([request(new_id(), 1, LONG)]):
                 await client.call_replicas("kill_engine", 10.0)
 
-        with pytest.raises(ReplicaDied):
+        with pytest.raises(ReplicaLost):
             await read()
 
         async def served() -> bool:
             try:
                 return bool(await tokens_of(client, request(new_id())))
-            except ReplicaDied:
+            except ReplicaLost:
                 return False
 
         assert await eventually(served), "Serve replaces the replica"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from engine import EngineConfig, EngineCore, ModelConfig
+from engine import EngineConfig, EngineCore
 from engine.outputs import EngineOutput, SampledStep, SchedulerOutput
+from engine.profiling.bookkeeping import bookkeeping_model
 from engine.request import Clock, EngineRequest, FinishReason
 from tests.engine.scheduler.device import VOCAB, Device, make_request, shares
 from tests.engine.scheduler.engine import prompt
@@ -89,20 +89,7 @@ class Engine:
             debug_integrity=True,
             **{"num_kv_blocks": 64, "max_num_batched_tokens": 16, **options},
         )
-        model_config = ModelConfig(
-            name="none",
-            path=Path(),
-            architecture="",
-            vocab_size=VOCAB,
-            hidden_size=1,
-            intermediate_size=1,
-            num_layers=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=1,
-            max_model_len=LENGTH,
-            dtype="float32",
-        )
+        model_config = bookkeeping_model(vocab_size=VOCAB, max_model_len=LENGTH)
         self.core = EngineCore(config, model_config, self.queue, clock=clock)
         self.tokens: dict[str, list[int]] = {}
         self.last: dict[str, EngineOutput] = {}

@@ -151,6 +151,37 @@ def test_an_interrupt_of_the_recovery_only_begins_it_again(engine: Engine, monke
     assert_starts_over(engine)
 
 
+def test_ends_that_no_step_has_told_outlive_an_interrupt(engine: Engine) -> None:
+    engine.add("a", 1, 8, max_tokens=6)
+    engine.add("over", 2, 8, max_tokens=6)
+    engine.step()
+    engine.core.abort(["a"])
+    # It is over as it comes, and so is one whose deadline has passed.
+    engine.add("full", 3, 8, max_tokens=2, output=[7, 7])
+    engine.add("late", 4, 8, max_tokens=6, deadline=1.0)
+    engine.queue.refuses = [KeyboardInterrupt()] * 2
+    with pytest.raises(KeyboardInterrupt):
+        engine.finish()
+    engine.add("next", 5, 8, max_tokens=6)
+    with pytest.raises(KeyboardInterrupt):
+        engine.finish()
+    outputs = engine.step()
+    assert sorted(output.request_id for output in outputs) == ["a", "full", "late", "next", "over"]
+    assert {name for name, reason in engine.reasons.items() if reason is FinishReason.ABORT} == {"a", "late"}
+    assert not engine.core.has_work()
+
+
+def test_a_request_whose_last_token_an_interrupt_lost_was_interrupted(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add("a", 1, 8, max_tokens=1)
+    interrupt(engine.core._scheduler, "update", monkeypatch, after=int(engine.queue.overlaps))
+    with pytest.raises(KeyboardInterrupt):
+        engine.finish()
+    (output,) = engine.step()
+    assert (output.finish_reason, output.error) == (FinishReason.ERROR, "the step was interrupted")
+
+
 def test_requests_can_be_added_right_after_an_interrupt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(engine.core._scheduler, "add", monkeypatch)
     with pytest.raises(KeyboardInterrupt):

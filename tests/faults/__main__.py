@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.hub import fetch_demo
-from tests.faults.matrix import FAULTS, Fault, Row, play, undisturbed
+from tests.faults.matrix import FAULTS, Fault
+from tests.faults.play import Row, play, undisturbed
 from tests.faults.service import Service, started
 from tests.tiny_model import write_tiny_model
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import httpx
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from app.config import ServiceConfig
@@ -26,6 +27,8 @@ NUM_REPLICAS = 2
 NUM_INGRESSES = 2
 STALL_TIMEOUT_S = 4.0
 CALL_TIMEOUT_S = 10.0
+ENGINE_GAUGES = ("manta_requests_running", "manta_requests_waiting", "manta_kv_cache_usage_ratio")
+HTTP_GAUGE = "manta_http_requests_in_flight"
 
 
 def config_of(model_folder: Path) -> ServiceConfig:
@@ -87,21 +90,13 @@ class Service:
 
     async def ingresses(self) -> dict[str, int]:
         """The process id of each ingress that answers."""
-        actors = self._actors(INGRESS_NAME)
-
-        async def pid(actor: Any) -> int:
-            return await asyncio.wait_for(actor.__ray_call__.remote(lambda _: os.getpid()), CALL_TIMEOUT_S)
-
-        pids = await asyncio.gather(*(pid(actor) for actor in actors.values()), return_exceptions=True)
-        return {i: pid for i, pid in zip(actors, pids, strict=True) if isinstance(pid, int)}
+        return await _numbers(
+            self._actors(INGRESS_NAME), lambda actor: actor.__ray_call__.remote(lambda _: os.getpid())
+        )
 
     async def ongoing(self, deployment: str) -> dict[str, int]:
-        """Calls that Ray counts in each replica of a deployment."""
-        actors = self._actors(deployment)
-        counts = await asyncio.gather(
-            *(actor.get_num_ongoing_requests.remote() for actor in actors.values()), return_exceptions=True
-        )
-        return {i: count for i, count in zip(actors, counts, strict=True) if isinstance(count, int)}
+        """Calls that Ray counts in each replica of a deployment that answers."""
+        return await _numbers(self._actors(deployment), lambda actor: actor.get_num_ongoing_requests.remote())
 
     async def leftovers(self) -> list[str]:
         """What keeps the service from being whole and at rest."""
@@ -120,6 +115,8 @@ class Service:
             if state.sessions != set(ingresses):
                 found.append(f"streams to {sorted(state.sessions)}, ingresses {sorted(ingresses)}")
         engines, fronts = await asyncio.gather(self.ongoing(self._model), self.ongoing(INGRESS_NAME))
+        if len(engines) != NUM_REPLICAS or len(fronts) != NUM_INGRESSES:
+            found.append(f"Ray counts the calls of {len(engines)} replicas and {len(fronts)} ingresses")
         # The streams, one for each ingress, are calls as well.
         found += [f"Ray counts {count} calls in a replica" for count in engines.values() if count != NUM_INGRESSES]
         found += [f"Ray counts {count} calls in an ingress" for count in fronts.values() if count]
@@ -127,15 +124,12 @@ class Service:
 
     async def _told_by_metrics(self) -> list[str]:
         """What /metrics says is going on."""
-        async with httpx.AsyncClient(timeout=CALL_TIMEOUT_S) as http:
-            page = (await http.get(f"{self.url}/metrics")).text
-        gauges = ("manta_requests_running", "manta_requests_waiting", "manta_kv_cache_usage_ratio")
-        found = [line for line in page.splitlines() if line.startswith(gauges) and not line.endswith(" 0.0")]
-        in_flight = [line for line in page.splitlines() if line.startswith("manta_http_requests_in_flight{")]
-        # The question itself is one.
-        if sum(float(line.rsplit(" ", 1)[1]) for line in in_flight) != 1 or len(in_flight) != NUM_INGRESSES:
-            found += in_flight
-        return found
+        try:
+            async with httpx.AsyncClient(timeout=CALL_TIMEOUT_S) as http:
+                page = (await http.get(f"{self.url}/metrics")).raise_for_status().text
+        except httpx.HTTPError as error:
+            return [f"/metrics: {error!r}"]
+        return going_on(page)
 
     # ---- what can be done to it ----
 
@@ -163,6 +157,29 @@ class Service:
                     continue  # it has just died
                 found[entry["name"].removeprefix(prefix)] = actor
         return found
+
+
+async def _numbers(actors: dict[str, Any], ask: Callable[[Any], Any]) -> dict[str, int]:
+    """What each actor says that answers in time."""
+    answers = await asyncio.gather(
+        *(asyncio.wait_for(ask(actor), CALL_TIMEOUT_S) for actor in actors.values()), return_exceptions=True
+    )
+    return {i: answer for i, answer in zip(actors, answers, strict=True) if isinstance(answer, int)}
+
+
+def going_on(page: str) -> list[str]:
+    """What a page of /metrics says is going on beside the question for it, and what it does not say."""
+    expected = dict.fromkeys(ENGINE_GAUGES, (NUM_REPLICAS, 0.0)) | {HTTP_GAUGE: (NUM_INGRESSES, 1.0)}
+    values: dict[str, list[float]] = {name: [] for name in expected}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name in expected:
+                values[sample.name].append(sample.value)
+    return [
+        f"{name} {values[name]}"
+        for name, (count, total) in expected.items()
+        if len(values[name]) != count or sum(values[name]) != total
+    ]
 
 
 def kill(pid: int) -> None:

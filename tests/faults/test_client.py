@@ -38,6 +38,12 @@ def test_an_answer_is_told_apart_from_the_undisturbed_one(got: Answer, seen: str
     assert got.seen(answer(["a", "b", "c"])) == seen
 
 
+def test_a_stream_that_ends_without_its_mark_is_told_apart() -> None:
+    whole = answer(["a", "b", "c"], done=True)
+    assert whole.seen(whole) == "all tokens, no error"
+    assert answer(["a", "b", "c"]).seen(whole) == "all tokens, without [DONE]"
+
+
 def test_pauses_before_the_fault_do_not_count() -> None:
     got = Answer(arrivals=[0.0, 5.0, 6.0, 8.0])
     assert got.longest_pause(5.5) == 2.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,21 +15,31 @@ import pytest
 from tests.faults.matrix import FAULTS
 
 ROOT = Path(__file__).parent.parent.parent
+PLAY_SECONDS = 540
 
 
 @pytest.fixture(scope="module")
 def rows(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, Any]]:
-    file = tmp_path_factory.mktemp("faults") / "rows.json"
-    played = subprocess.run(
-        [sys.executable, "-m", "tests.faults", "--json", str(file)],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert file.exists(), played.stdout[-4000:]
+    folder = tmp_path_factory.mktemp("faults")
+    file, log = folder / "rows.json", folder / "log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults", "--json", str(file)],
+            cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        process.wait(PLAY_SECONDS)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"the matrix takes too long:\n{log.read_text()[-4000:]}")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # Ray's daemons are in the group; its workers end with them
+            process.wait()
+    assert file.exists(), log.read_text()[-4000:]
     return {(row["fault"], row["streaming"]): row for row in json.loads(file.read_text())}
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -38,10 +39,11 @@ def test_ratios_are_of_medians() -> None:
     assert result["manta"]["cpu_us_per_token"] == {"proxy": 100.0}
 
 
-def test_peer_that_fails_is_left_out_and_manta_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failure", [RuntimeError("it did not start"), psutil.NoSuchProcess(1), TimeoutError()])
+def test_peer_that_fails_is_left_out_and_manta_may_not(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
     def measured(name: str, seed: int, console: Console) -> dict[str, Any]:
         if name in failing:
-            raise RuntimeError("it did not start")
+            raise failure
         return engine(1000.0, 40.0) if name == "engine" else figures(800.0, 45.0)
 
     monkeypatch.setattr(serve, "measured", measured)
@@ -49,7 +51,7 @@ def test_peer_that_fails_is_left_out_and_manta_may_not(monkeypatch: pytest.Monke
     turns = serve.take_turns(["engine", "manta", "vllm"], 2, Console(quiet=True))
     assert {name: len(each) for name, each in turns.items()} == {"engine": 2, "manta": 2}
     failing = {"manta"}
-    with pytest.raises(RuntimeError, match="did not start"):
+    with pytest.raises(type(failure)):
         serve.take_turns(["engine", "manta"], 1, Console(quiet=True))
 
 

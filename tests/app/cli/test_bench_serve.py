@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 
 from app.cli.bench.calls import Form, words_of
 from app.cli.bench.client import Answer, Call, StreamReader
-from app.cli.service import service_url
 from app.cli.bench.goodput import figures, is_good, latencies, parse_slo, samples
 from app.cli.bench.load import poisson_arrivals, run_load
 from app.cli.main import app
+from app.cli.service import service_url
 from engine import InvalidParameter
 from engine.request import EngineRequest
 from engine.tokenizer import Tokenizer

@@ -4,10 +4,15 @@ import os
 import pty
 import select
 import signal
+import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +26,7 @@ from app.transport import EngineFailed
 from engine.tokenizer import Tokenizer
 from tests.app.cli.conftest import Serve
 from tests.app.openai.conftest import AppOver, saying
+from tests.certificates import write_certificate
 
 COMMAND = [sys.executable, "-c", "from app.cli.main import app; app()", "chat"]
 
@@ -71,8 +77,32 @@ def test_key_is_shown_to_the_service(
     args, environment = (["--api-key", "my-key"], {}) if given == "option" else ([], {"MANTA_API_KEY": "my-key"})
     done = CliRunner().invoke(app, ["chat", "--url", url, *args], input="x\n", env=environment)
     assert (done.exit_code, done.stdout) == (0, "Hello\n")
-    refused = CliRunner().invoke(app, ["chat", "--url", url], input="x\n")
+    refused = CliRunner().invoke(app, ["chat", "--url", url, "--api-key", "other"], input="x\n")
     assert (refused.exit_code, refused.stderr) == (1, "error: the API key is not known to this service\n")
+    keyless = CliRunner().invoke(app, ["chat", "--url", url], input="x\n")
+    assert (keyless.exit_code, keyless.stderr) == (1, "error: the service wants a key: --api-key or MANTA_API_KEY\n")
+
+
+def test_certificate_that_is_not_trusted_is_not_taken_for_silence(tmp_path: Path) -> None:
+    files = write_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["ssl_certfile"], files["ssl_keyfile"])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def shake_hands() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                context.wrap_socket(connection, server_side=True).close()
+
+        server = threading.Thread(target=shake_hands)
+        server.start()
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        done = CliRunner().invoke(app, ["chat", "--url", url], input="x\n")
+        server.join()
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"error: {url} answers, but its certificate is not trusted (")
+    assert "SSL_CERT_FILE=" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("url", ["ftp://here", "http://", "https://here:port"])

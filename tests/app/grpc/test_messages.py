@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from app.grpc import manta_pb2 as pb
+from app.grpc import requests
 from app.grpc.exchange import is_local
 from app.grpc.requests import chat_request, completion_request, tokenize_chat_request
+from app.openai.body import MAX_TOKEN_IDS, MAX_VALUES
 from app.openai.errors import ApiError
 from engine.sampling_params import SamplingParams
 
@@ -121,6 +123,44 @@ def test_a_wrong_message_is_refused_by_the_field(message: Any, param: str | None
     with pytest.raises(ApiError, match=problem) as caught:
         read(message, "demo")
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+MANY = pb.Tool(parameters='{"a": [' + "{}," * 33_000 + "{}]}")
+"""More than half of the values that there may be."""
+
+
+def conversation(*messages: pb.Message, **more: Any) -> pb.ChatRequest:
+    return pb.ChatRequest(conversation=pb.Conversation(messages=messages or [pb.Message(role="user")], **more))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * (MAX_TOKEN_IDS + 1))),
+        pb.GenerateRequest(text="a", params=pb.SamplingParams(stop_token_ids=[1] * (MAX_VALUES + 1))),
+        conversation(*[pb.Message()] * (MAX_VALUES + 1)),
+        conversation(pb.Message(tool_calls=[pb.ToolCall()] * (MAX_VALUES + 1))),
+        conversation(tools=[pb.Tool()] * (MAX_VALUES + 1)),
+        conversation(tools=[MANY] * 2),
+        conversation(tools=[MANY], chat_template_kwargs="[" * 33_000),
+    ],
+    ids=["token ids", "stop tokens", "messages", "calls", "tools", "schemas", "variables"],
+)
+def test_many_values_are_refused_before_any_is_converted(message: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_late(*_: Any) -> None:
+        pytest.fail("converted already")
+
+    for name in ("parse_json", "refuse_much_or_deep", "validate"):
+        monkeypatch.setattr(requests, name, too_late)
+    read = chat_request if isinstance(message, pb.ChatRequest) else completion_request
+    with pytest.raises(ApiError, match="too many values") as caught:
+        read(message, "demo")
+    assert caught.value.status == 400
+
+
+def test_as_many_token_ids_pass_as_a_body_may_have() -> None:
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * MAX_TOKEN_IDS))
+    assert len(completion_request(message, "demo").prompts()[0]) == MAX_TOKEN_IDS
 
 
 @pytest.mark.parametrize(

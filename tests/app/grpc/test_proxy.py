@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from app.grpc.proxy import relayed
 CALL = SimpleNamespace(peer=lambda: "ipv4:127.0.0.1:1")
 
 
-async def test_a_call_that_ends_during_a_write_is_cancelled_where_it_waits() -> None:
+@pytest.mark.parametrize("end", ["closed", "dropped"])
+async def test_a_call_that_ends_during_a_write_is_cancelled_where_it_waits(end: str) -> None:
     cancelled = asyncio.Event()
 
     async def handler(request: Any, context: Any) -> AsyncGenerator[bytes, None]:
@@ -28,7 +30,10 @@ async def test_a_call_that_ends_during_a_write_is_cancelled_where_it_waits() -> 
     relay = relayed(handler)(None, CALL)
     assert await anext(relay) == b"first"
     await asyncio.sleep(0)
-    await relay.aclose()  # as when gRPC drops the handler that wrote
+    if end == "closed":
+        await relay.aclose()
+    del relay  # as gRPC drops the handler that wrote
+    gc.collect()
     async with asyncio.timeout(5):
         await cancelled.wait()
 

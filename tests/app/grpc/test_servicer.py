@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,18 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from app.api_keys import hash_key
 from app.config import ApiKey
+from app.grpc import answers
 from app.grpc import manta_pb2 as pb
-from app.grpc.exchange import GrpcSide
+from app.grpc.exchange import MOST_WATCHERS, GrpcSide
 from app.grpc.metrics import GrpcMetrics
 from app.grpc.servicer import GrpcServicer
 from app.openai.auth import KeyRing
+from app.openai.body import MAX_TOKEN_IDS
 from app.openai.intake import Intake
+from app.openai.rate_limits import Client
+from app.openai.tokenize import detokenized
 from app.transport import EngineFailed, NoReplica, QueueFull, ReplicaDied
+from engine.tokenizer import Tokenizer
 from tests.app.openai.scripted_client import ScriptedClient
 
 NOBODYS = "ipv4:10.1.2.3:4711"
@@ -46,6 +52,7 @@ def servicer_over(app_over: Any) -> Callable[..., GrpcServicer]:
             metrics=GrpcMetrics(CollectorRegistry()),
             local_only=local_only,
             check_ready=check_ready,
+            everyone=Client("everyone", lambda: 0.0),
         )
         return servicer
 
@@ -161,17 +168,45 @@ async def test_a_service_that_ends_takes_no_calls_and_says_so(servicer_over: Any
     assert (await servicer.Check(HealthCheckRequest(), call())).status == HealthCheckResponse.NOT_SERVING
 
 
-async def test_a_watcher_is_told_of_changes(servicer_over: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def rest_of(watch: Any) -> list[int]:
+    async with asyncio.timeout(10):
+        return [answer.status async for answer in watch]
+
+
+async def test_a_watcher_is_told_of_changes_until_the_service_ends(
+    servicer_over: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("app.grpc.servicer.WATCH_POLL_S", 0.001)
     servicer = servicer_over(steps((5,)))
+    intake = servicer.grpc_side.intake
     watch = servicer.Watch(HealthCheckRequest(), call())
     assert (await anext(watch)).status == HealthCheckResponse.SERVING
-    servicer.grpc_side.intake.close()
-    assert (await anext(watch)).status == HealthCheckResponse.NOT_SERVING
-    await watch.aclose()
     unknown = servicer.Watch(HealthCheckRequest(service="other"), call())
     assert (await anext(unknown)).status == HealthCheckResponse.SERVICE_UNKNOWN
-    await unknown.aclose()
+    intake.close()
+    assert intake.in_flight == 2, "an end waits for those who watch"
+    assert await rest_of(watch) == [HealthCheckResponse.NOT_SERVING]
+    assert await rest_of(unknown) == []
+    assert intake.in_flight == 0
+    late = call()
+    assert await rest_of(servicer.Watch(HealthCheckRequest(), late)) == [HealthCheckResponse.UNKNOWN]
+    assert late.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_so_many_may_watch_and_no_more(servicer_over: Any) -> None:
+    servicer = servicer_over(steps((5,)))
+    watchers = [servicer.Watch(HealthCheckRequest(), call()) for _ in range(MOST_WATCHERS)]
+    for watch in watchers:
+        assert (await anext(watch)).status == HealthCheckResponse.SERVING
+    refused = call()
+    assert await rest_of(servicer.Watch(HealthCheckRequest(), refused)) == [HealthCheckResponse.UNKNOWN]
+    assert refused.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await servicer.Check(HealthCheckRequest(), call())).status == HealthCheckResponse.SERVING
+    await watchers.pop().aclose()
+    watchers.append(servicer.Watch(HealthCheckRequest(), call()))
+    assert (await anext(watchers[-1])).status == HealthCheckResponse.SERVING
+    for watch in watchers:
+        await watch.aclose()
 
 
 async def test_a_key_s_limits_are_those_of_http(servicer_over: Any) -> None:
@@ -203,3 +238,64 @@ async def test_too_many_choices_and_unknown_tokens_are_refused(servicer_over: An
     unknown = call()
     await servicer.Detokenize(pb.DetokenizeRequest(token_ids=[10**9]), unknown)
     assert unknown.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+class Threads:
+    """Wraps functions, to know where they run."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def noting(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.seen.add(threading.get_ident())
+            return work(*args, **kwargs)
+
+        return noted
+
+
+async def test_detokenizing_leaves_the_event_loop_alone(servicer_over: Any) -> None:
+    servicer = servicer_over(steps((5,)))
+    threads = Threads()
+
+    class Ids(list[int]):
+        __iter__ = threads.noting(list.__iter__)
+
+    text = await detokenized(servicer.grpc_side.service.model(None), Ids([300] * 5_000))
+    assert text
+    assert threads.seen
+    assert threading.get_ident() not in threads.seen
+    many = call()
+    await servicer.Detokenize(pb.DetokenizeRequest(token_ids=[300] * (MAX_TOKEN_IDS + 1)), many)
+    assert many.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "too many values" in many.details()
+
+
+async def test_texts_of_tokens_are_made_where_asked_for_and_on_a_thread(
+    servicer_over: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = Threads()
+    monkeypatch.setattr(Tokenizer, "token_text", threads.noting(Tokenizer.token_text))
+    servicer = servicer_over(steps((5,)))
+    text = "one two " * 1_000
+    without = await servicer.Tokenize(pb.TokenizeRequest(text=text), call())
+    assert not without.texts
+    assert not threads.seen
+    answer = await servicer.Tokenize(pb.TokenizeRequest(text=text, with_texts=True), call())
+    assert "".join(answer.texts).strip() == text.strip()
+    assert answer.token_ids == without.token_ids
+    assert threading.get_ident() not in threads.seen
+
+
+async def test_log_probabilities_of_a_long_prompt_leave_the_event_loop_alone(
+    servicer_over: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = Threads()
+    monkeypatch.setattr(answers, "_prompt_logprobs", threads.noting(answers._prompt_logprobs))
+    params = pb.SamplingParams(max_tokens=3, prompt_logprobs=20)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[300] * 400), params=params)
+    servicer = servicer_over(steps((5,), (6,), (7,)))
+    sent = [pb.GenerateResponse.FromString(each) async for each in servicer.Generate(request, call())]
+    assert [len(each.prompt_logprobs) for each in sent if each.prompt_logprobs] == [400]
+    assert threads.seen
+    assert threading.get_ident() not in threads.seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +19,13 @@ from app.openai import IngressMetrics, Limits, ServedModel, create_app
 from app.openai.auth import KeyRing
 from app.openai.intake import Intake
 from app.transport import EngineClient
+from engine import AsyncEngineCore
 from engine.config import EngineConfig, ModelConfig
 from engine.hub import load_model_config
 from engine.processor import Processor
 from engine.request import Clock
 from engine.tokenizer import Tokenizer, load_tokenizer
+from tests.app.openai.access import Now
 from tests.app.openai.scripted_client import ScriptedClient
 
 CREATED = 1_700_000_000
@@ -39,6 +42,11 @@ def model_config(tiny_folder: Path) -> ModelConfig:
     return dataclasses.replace(config, generation_defaults={})
 
 
+@pytest.fixture
+def now() -> Now:
+    return Now()
+
+
 AppOver = Callable[..., FastAPI]
 
 
@@ -52,6 +60,7 @@ def app_over(tokenizer: Tokenizer, model_config: ModelConfig) -> AppOver:
         keys: KeyRing | None = None,
         intake: Intake | None = None,
         clock: Clock = time.time,
+        refuse_excess_max_tokens: bool = False,
         **limits: Any,
     ) -> FastAPI:
         registry = CollectorRegistry()
@@ -65,7 +74,13 @@ def app_over(tokenizer: Tokenizer, model_config: ModelConfig) -> AppOver:
         model = ServedModel(
             name="demo",
             model_config=model_config,
-            processor=Processor(model_config, tokenizer, block_size=16, max_logprobs=20),
+            processor=Processor(
+                model_config,
+                tokenizer,
+                block_size=16,
+                max_logprobs=20,
+                refuse_excess_max_tokens=refuse_excess_max_tokens,
+            ),
             tokenizer=tokenizer,
             client=client,
             created=CREATED,
@@ -75,6 +90,50 @@ def app_over(tokenizer: Tokenizer, model_config: ModelConfig) -> AppOver:
         return create_app({"demo": model}, bounds, metrics, healthy, gather, keys=keys, intake=intake, clock=clock)
 
     return make
+
+
+def app_over_engine(core: AsyncEngineCore, tokenizer: Tokenizer, **limits: Any) -> FastAPI:
+    """create_app for an engine of this process, under the name `tiny`."""
+    registry = CollectorRegistry()
+
+    async def healthy() -> None:
+        core.check_health()
+
+    async def gather() -> bytes:
+        return generate_latest(registry) + generate_latest(core.registry)
+
+    model = ServedModel(
+        name="tiny",
+        model_config=core.model_config,
+        processor=Processor(core.model_config, tokenizer, block_size=16, max_logprobs=20),
+        tokenizer=tokenizer,
+        client=core,
+        created=CREATED,
+    )
+    return create_app({"tiny": model}, Limits(**limits), IngressMetrics(registry), healthy, gather)
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The event loop's, which stands still while anything runs, and is put forward to the next timer when nothing does.
+
+    For tests of time limits within this process: they take no time, and a slow machine is not late. What another thread
+    or process does would be late always.
+    """
+    loop = asyncio.get_running_loop()
+    selector = loop._selector  # type: ignore[attr-defined]
+    select, now = selector.select, loop.time()
+
+    def select_or_put_forward(timeout: float | None = None) -> list[Any]:
+        nonlocal now
+        events = select(timeout and 0)
+        if timeout and not events:
+            now += timeout
+        return events
+
+    monkeypatch.setattr(selector, "select", select_or_put_forward)
+    monkeypatch.setattr(loop, "time", lambda: now)
+    return loop.time
 
 
 def http(app: FastAPI) -> httpx.AsyncClient:

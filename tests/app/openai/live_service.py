@@ -14,13 +14,10 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, generate_latest
 
-from app.openai import IngressMetrics, Limits, ServedModel, create_app
 from engine import AsyncEngineCore, EngineConfig
-from engine.processor import Processor
 from engine.tokenizer import Tokenizer
-from tests.app.openai.conftest import CREATED
+from tests.app.openai.conftest import app_over_engine
 
 MODEL = "tiny"
 ANSWER_S = 30.0
@@ -68,24 +65,7 @@ def live_service(tiny_folder: Path, tokenizer: Tokenizer) -> Iterator[LiveServic
         debug_integrity=True,
     )
     core = AsyncEngineCore.from_config(config)
-    registry = CollectorRegistry()
-
-    async def healthy() -> None:
-        core.check_health()
-
-    async def gather() -> bytes:
-        return generate_latest(registry) + generate_latest(core.registry)
-
-    model = ServedModel(
-        name=MODEL,
-        model_config=core.model_config,
-        processor=Processor(core.model_config, tokenizer, block_size=16, max_logprobs=20),
-        tokenizer=tokenizer,
-        client=core,
-        created=CREATED,
-    )
-    limits = Limits(max_body_bytes=1 << 20, max_choices=4)
-    app = create_app({MODEL: model}, limits, IngressMetrics(registry), healthy, gather)
+    app = app_over_engine(core, tokenizer, max_body_bytes=1 << 20, max_choices=4)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
     loop = asyncio.new_event_loop()
     listener = socket.create_server(("127.0.0.1", 0))

@@ -20,7 +20,7 @@ class ScriptedClient:
     """Runs the script of each request, one step of all of them at a time.
 
     Attributes:
-        pauses: seconds before a call's first, second, … step; none after the last of them.
+        pauses: before a call's first, second, … step, in seconds or until an event; none after the last of them.
         error: raised after `error_after` steps.
         prompt_logprobs_at: the step that gives them.
         requests: all that came.
@@ -29,7 +29,7 @@ class ScriptedClient:
     """
 
     script: Script
-    pauses: Sequence[float] = ()
+    pauses: Sequence[float | asyncio.Event] = ()
     error: Exception | None = None
     error_after: int = 0
     prompt_logprobs_at: int = 0
@@ -46,7 +46,7 @@ class ScriptedClient:
                 if self.error is not None and step == self.error_after:
                     raise self.error
                 if step < len(self.pauses):
-                    await asyncio.sleep(self.pauses[step])
+                    await self._pause(self.pauses[step])
                 await asyncio.sleep(0)
                 outputs = [
                     self._output(request, scripts[request.request_id], step)
@@ -62,6 +62,12 @@ class ScriptedClient:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self.aborted += request_ids
+
+    async def _pause(self, pause: float | asyncio.Event) -> None:
+        if isinstance(pause, asyncio.Event):
+            await pause.wait()
+        else:
+            await asyncio.sleep(pause)
 
     def _output(self, request: EngineRequest, script: list[tuple[int, ...]], step: int) -> EngineOutput:
         tokens = script[step]

@@ -72,6 +72,20 @@ async def test_long_texts_are_tokenized_off_the_loop(
     assert threads == [(50, True), (100_000, False)]
 
 
+@pytest.mark.parametrize(
+    "body", [{"prompt": "a" * (1 << 20) + "b"}, {"messages": [{"role": "user", "content": "a" * (1 << 20) + "b"}]}]
+)
+async def test_texts_too_long_to_tokenize_are_refused(
+    chat_app: FastAPI, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(tokenizer, "encode", None)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", None)
+    async with http(chat_app) as client:
+        answer = await client.post("/tokenize", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == next(iter(body))
+
+
 async def test_request_id_is_the_clients_or_a_new_one(chat_app: FastAPI) -> None:
     async with http(chat_app) as client:
         given = await client.get("/v1/models", headers={"x-request-id": "mine-1"})

@@ -62,6 +62,39 @@ async def test_chat_without_max_tokens_ends_where_its_logprobs_do(app_over: AppO
     assert without.params.max_tokens > 400, "whatever the context leaves"
 
 
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        (CHAT, {"messages": [USER], "logprobs": True}),
+        (CHAT, {"messages": [USER]}),
+        (COMPLETIONS, {"prompt": [5] * 505}),
+    ],
+)
+async def test_bound_that_the_client_did_not_ask_for_is_never_refused(
+    app_over: AppOver, tokenizer: Tokenizer, path: str, given: dict[str, Any]
+) -> None:
+    """Where more max_tokens than the context leaves are refused."""
+    engine = saying(tokenizer, "ok")
+    async with http(app_over(engine, max_logprobs=10_000, refuse_excess_max_tokens=True)) as client:
+        answer = await client.post(path, json={"model": "demo", **given})
+        refused = await client.post(path, json={"model": "demo", **given, "max_tokens": 513})
+    assert answer.status_code == 200, answer.text
+    (request,) = engine.requests
+    assert request.params.max_tokens == 512 - len(request.prompt_token_ids)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+
+async def test_completion_without_max_tokens_ends_after_sixteen_or_what_must_be_made(
+    app_over: AppOver, tokenizer: Tokenizer
+) -> None:
+    engine = saying(tokenizer, "ok")
+    async with http(app_over(engine)) as client:
+        for given in ({}, {"min_tokens": 20}):
+            answer = await client.post(COMPLETIONS, json={"model": "demo", "prompt": "Hi", **given})
+            assert answer.status_code == 200, answer.text
+    assert [request.params.max_tokens for request in engine.requests] == [16, 20]
+
+
 def with_arguments(*arguments: str) -> dict[str, Any]:
     calls = [{"function": {"name": "f", "arguments": each}} for each in arguments]
     return {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": calls}]}

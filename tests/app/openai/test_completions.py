@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
 
+from app.openai import completions
+from app.openai.logprobs import completion_logprobs
 from app.openai.responses import CompletionResponse
 from engine.output_processor import OutputProcessor
 from engine.outputs import EngineOutput
@@ -232,3 +235,21 @@ async def test_completion_that_the_engine_ends_is_an_error(
         answer = await client.post(PATH, json={"model": "demo", "prompt": "x"})
     assert answer.status_code == status
     assert "secret" not in answer.text
+
+
+async def test_the_log_probabilities_of_a_long_echo_leave_the_event_loop_alone(
+    app_over: AppOver, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[int, set[int]] = {}  # by how many log-probabilities are written
+
+    def noted(entries: Any, *args: Any) -> Any:
+        threads.setdefault(len(entries), set()).add(threading.get_ident())
+        return completion_logprobs(entries, *args)
+
+    monkeypatch.setattr(completions, "completion_logprobs", noted)
+    body = {"model": "demo", "prompt": [300] * 400, "echo": True, "logprobs": 20, "stream": True}
+    async with http(app_over(saying(tokenizer, " Paris", "."))) as client:
+        answer = await client.post(PATH, json=body)
+    assert len(joined(answer.text)[0]["logprobs"]["tokens"]) == 400 + 3
+    assert threading.get_ident() not in threads.pop(401)
+    assert set().union(*threads.values()) == {threading.get_ident()}, "short ones are not worth a thread"

@@ -121,15 +121,6 @@ async def test_body_that_does_not_arrive_in_time_is_answered_and_hung_up_on(app_
     assert engine.requests == []
 
 
-async def test_time_limit_of_a_body_does_not_reach_into_the_answer(app_over: AppOver, tokenizer: Tokenizer) -> None:
-    engine = saying(tokenizer, "Hello")
-    engine.pauses = [0.3]
-    async with served(app_over(engine, body_timeout=0.1)) as url, httpx.AsyncClient() as client:
-        for stream in (False, True):
-            answer = await client.post(f"{url}/v1/chat/completions", json={**CHAT, "stream": stream})
-            assert (answer.status_code, "Hello" in answer.text) == (200, True)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body_arrives", [False, True])
 async def test_receive_that_ray_cancels_is_a_client_that_left(

@@ -19,7 +19,8 @@ HOUR = 3600.0
 async def test_requests_that_are_there_go_on_and_others_are_refused(app_over: AppOver, tokenizer: Tokenizer) -> None:
     intake = Intake()
     engine = saying(tokenizer, "Hello", " there")
-    engine.pauses = [0.2]
+    go_on = asyncio.Event()
+    engine.pauses = [go_on]
     async with http(app_over(engine, intake=intake)) as client:
         stream = asyncio.create_task(client.post("/v1/completions", json=BODY | {"stream": True}))
         await until(lambda: engine.requests)
@@ -28,6 +29,7 @@ async def test_requests_that_are_there_go_on_and_others_are_refused(app_over: Ap
         listed = await client.get("/v1/models")
         probed = await client.get("/health")
         assert await intake.drained(0.0) == 1
+        go_on.set()
         whole = await stream
         assert await intake.drained(HOUR) == 0
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")

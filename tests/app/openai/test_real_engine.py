@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, generate_latest
 
-from app.openai import IngressMetrics, Limits, ServedModel, create_app
 from app.openai.responses import CompletionResponse
 from engine import AsyncEngineCore, EngineConfig
-from engine.processor import Processor
 from engine.tokenizer import Tokenizer
-from tests.app.openai.conftest import CREATED, events, http, openai_client
+from tests.app.openai.conftest import app_over_engine, events, http, openai_client
 
 COMPLETIONS = "/v1/completions"
 
@@ -42,23 +39,7 @@ async def core(tiny_folder: Path) -> AsyncIterator[AsyncEngineCore]:
 
 @pytest.fixture
 def app(core: AsyncEngineCore, tokenizer: Tokenizer) -> FastAPI:
-    registry = CollectorRegistry()
-
-    async def healthy() -> None:
-        core.check_health()
-
-    async def gather() -> bytes:
-        return generate_latest(registry) + generate_latest(core.registry)
-
-    model = ServedModel(
-        name="tiny",
-        model_config=core.model_config,
-        processor=Processor(core.model_config, tokenizer, block_size=16, max_logprobs=20),
-        tokenizer=tokenizer,
-        client=core,
-        created=CREATED,
-    )
-    return create_app({"tiny": model}, Limits(), IngressMetrics(registry), healthy, gather)
+    return app_over_engine(core, tokenizer)
 
 
 async def complete(app: FastAPI, **fields: Any) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Requests that get nothing, or take too long, are given up; and the engine is rid of them."""
+"""Requests that get nothing, or take too long, are given up; and the engine is rid of them.
+
+All by the fixture `clock`: seconds here are the event loop's, and pass only where nothing runs.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,16 @@ import pytest
 
 from app.openai.generation import Generation
 from engine.processor import ProcessedRequest, Processor
+from engine.request import Clock
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from tests.app.openai.conftest import AppOver, events, http, saying
 from tests.app.openai.scripted_client import ScriptedClient
 
 HOUR = 3600.0
-TINY = 0.05
+MINUTE = 60.0
+
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 def body(**given: Any) -> dict[str, Any]:
@@ -28,11 +34,40 @@ async def post(client: httpx.AsyncClient, **given: Any) -> httpx.Response:
     return await client.post("/v1/completions", json=body(**given))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_request_that_takes_too_long_is_given_up(
+    app_over: AppOver, tokenizer: Tokenizer, clock: Clock, stream: bool
+) -> None:
+    engine = saying(tokenizer, "Hello", " there")
+    engine.pauses = [0.0, HOUR]
+    async with http(app_over(engine, clock=clock, request_timeout=MINUTE)) as client:
+        before = clock()
+        answer = await post(client, stream=stream)
+        assert MINUTE <= clock() - before < MINUTE + 1
+    if stream:
+        *_, error, done = events(answer.text)
+        assert (json.loads(error)["error"]["code"], done) == ("timeout", "[DONE]")
+    else:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+    assert engine.closed == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_time_limit_of_a_body_does_not_reach_into_the_answer(
+    app_over: AppOver, tokenizer: Tokenizer, clock: Clock, stream: bool
+) -> None:
+    engine = saying(tokenizer, "Hello")
+    engine.pauses = [HOUR]
+    async with http(app_over(engine, clock=clock, body_timeout=MINUTE)) as client:
+        answer = await post(client, stream=stream)
+    assert (answer.status_code, "Hello" in answer.text) == (200, True)
+
+
 @pytest.mark.parametrize("prompts", [[5, 6], [[5, 6], [7, 8]]])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_request_without_a_token_is_given_up(app_over: AppOver, prompts: Any, stream: bool) -> None:
     engine = ScriptedClient(lambda _: [(9,)], pauses=[HOUR])
-    async with http(app_over(engine, idle_timeout=TINY)) as client:
+    async with http(app_over(engine, idle_timeout=MINUTE, heartbeat=HOUR)) as client:
         answer = await post(client, prompt=prompts, stream=stream)
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "idle_timeout"
@@ -42,7 +77,7 @@ async def test_request_without_a_token_is_given_up(app_over: AppOver, prompts: A
 async def test_stream_that_gets_no_more_ends_with_an_error_event(app_over: AppOver, tokenizer: Tokenizer) -> None:
     engine = saying(tokenizer, "Hello", " there")
     engine.pauses = [0.0, HOUR]
-    async with http(app_over(engine, idle_timeout=TINY)) as client:
+    async with http(app_over(engine, idle_timeout=MINUTE)) as client:
         answer = await post(client, stream=True)
     *_, error, done = events(answer.text)
     assert answer.status_code == 200
@@ -51,10 +86,12 @@ async def test_stream_that_gets_no_more_ends_with_an_error_event(app_over: AppOv
     assert engine.closed == 1
 
 
-async def test_deadline_that_comes_in_a_pause_is_an_error_event_too(app_over: AppOver, tokenizer: Tokenizer) -> None:
+async def test_deadline_that_comes_in_a_pause_is_an_error_event_too(
+    app_over: AppOver, tokenizer: Tokenizer, clock: Clock
+) -> None:
     engine = saying(tokenizer, "Hello", " there", " you")
     engine.pauses = [0.0, HOUR]
-    app = app_over(engine, request_timeout=TINY, coalesce=HOUR)
+    app = app_over(engine, clock=clock, request_timeout=MINUTE, coalesce=HOUR)
     app.state.service.pace.open_streams = 10**6  # so many that the pause is longer than the deadline
     async with http(app) as client:
         answer = await post(client, stream=True)
@@ -72,7 +109,7 @@ async def test_tokens_of_a_pause_come_together_and_the_last_one_waits_for_nothin
 
     def pause() -> float:
         pauses.append(None)
-        return 0.2
+        return HOUR
 
     # Of several prompts tasks read ahead, as an engine's client does.
     several = [processed(processor), processed(processor)]
@@ -81,13 +118,13 @@ async def test_tokens_of_a_pause_come_together_and_the_last_one_waits_for_nothin
     assert (
         sum(len(completion.token_ids) for deltas in steps for _, delta in deltas for completion in delta.outputs) == 10
     )
-    assert len(steps) <= 3
+    assert len(steps) == 2
     assert len(pauses) == len(steps) - 1
 
 
 async def test_each_token_starts_the_wait_anew(tokenizer: Tokenizer, processor: Processor) -> None:
-    engine = ScriptedClient(lambda _: [(9,)] * 5, pauses=[0.3] * 5)
-    generation = Generation(engine, tokenizer, [processed(processor)], idle_timeout=1.0)
+    engine = ScriptedClient(lambda _: [(9,)] * 5, pauses=[0.7 * MINUTE] * 5)
+    generation = Generation(engine, tokenizer, [processed(processor)], idle_timeout=MINUTE)
     (output,) = await generation.results()
     assert list(output.outputs[0].token_ids) == [9] * 5
 
@@ -96,7 +133,7 @@ async def test_limit_that_is_not_ours_stays_what_it_is(tokenizer: Tokenizer, pro
     engine = ScriptedClient(lambda _: [(9,)], pauses=[HOUR])
     generation = Generation(engine, tokenizer, [processed(processor)], idle_timeout=HOUR)
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(TINY):
+        async with asyncio.timeout(MINUTE):
             await generation.results()
     engine.error = TimeoutError("of the transport")
     generation = Generation(engine, tokenizer, [processed(processor)], idle_timeout=HOUR)
@@ -107,11 +144,11 @@ async def test_limit_that_is_not_ours_stays_what_it_is(tokenizer: Tokenizer, pro
 async def test_who_is_silent_between_tokens_is_not_idle(tokenizer: Tokenizer, processor: Processor) -> None:
     """A consumer that takes its time is no reason to give a request up."""
     engine = ScriptedClient(lambda _: [(9,), (9,)])
-    generation = Generation(engine, tokenizer, [processed(processor)], idle_timeout=0.5)
+    generation = Generation(engine, tokenizer, [processed(processor)], idle_timeout=MINUTE)
     taken = 0
     async for _ in generation.steps():
         taken += 1
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(HOUR)
     assert taken == 2
 
 

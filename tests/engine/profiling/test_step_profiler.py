@@ -120,13 +120,10 @@ def test_step_that_failed_is_counted_to_no_other(core: EngineCore, monkeypatch: 
     with StepProfiler(core) as profiler:
         with monkeypatch.context() as patch:
             patch.setattr(core._executor, "submit", failing)
-            (output,) = core.step().outputs
-            assert output.error is not None
-        core.step()  # without work
+            core.step()
         assert profiler.steps == []
-        add(core, 6)
         run(core)
-    assert [step.num_tokens for step in profiler.steps] == [6, 1, 1]
+    assert [step.num_tokens for step in profiler.steps] == [5, 1, 1]
     for step in profiler.steps:
         assert sum(step.phases.values()) == pytest.approx(step.seconds)
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -60,7 +61,7 @@ def take_turns(names: Sequence[str], rounds: int, console: Console) -> dict[str,
         for name in list(turns):
             try:
                 turns[name].append(measured(name, 100 * turn, console))
-            except (subprocess.SubprocessError, OSError, RuntimeError) as error:
+            except (subprocess.SubprocessError, psutil.Error, OSError, RuntimeError) as error:
                 if name in (ENGINE, "manta"):
                     raise
                 del turns[name]

@@ -25,7 +25,11 @@ Times = dict[tuple[int, float], tuple[str, float]]
 
 
 def times(root: int) -> Times:
-    """Of this process, which is the client, and of the process `root` and all that descend from it."""
+    """Of this process, which is the client, and of the process `root` and all that descend from it.
+
+    Raises:
+        psutil.NoSuchProcess: `root` has ended.
+    """
     own = psutil.Process()
     found: Times = {(own.pid, own.create_time()): ("client", _seconds(own))}
     first = psutil.Process(root)

@@ -1,4 +1,4 @@
-"""A step in the making, and those in flight."""
+"""The batch of a step in the making, and those in flight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.request import Request
 
 
 @dataclass(slots=True)
-class StepPlan:
+class ScheduledBatch:
     """What the scheduler has decided for one step. Made anew for every step, and kept until its results are taken in.
 
     Attributes:
@@ -88,42 +88,42 @@ class StepsInFlight:
     """Steps that were scheduled and whose results have not been taken in, oldest first. Owned by the Scheduler."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[SchedulerOutput, StepPlan]] = deque()
+        self._steps: deque[tuple[SchedulerOutput, ScheduledBatch]] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __iter__(self) -> Iterator[StepPlan]:
-        return (plan for _, plan in self._steps)
+    def __iter__(self) -> Iterator[ScheduledBatch]:
+        return (batch for _, batch in self._steps)
 
     def __contains__(self, request: Request) -> bool:
         """Whether a request has a part in any of them."""
-        return any(request in plan.requests for plan in self)
+        return any(request in batch.requests for batch in self)
 
-    def add(self, plan: StepPlan, released: tuple[str, ...]) -> SchedulerOutput:
-        """A plan is made: what the executor is told of it."""
-        output = SchedulerOutput(tuple(plan.steps), tuple(plan.starts), released)
-        self._steps.append((output, plan))
+    def add(self, batch: ScheduledBatch, released: tuple[str, ...]) -> SchedulerOutput:
+        """A batch is complete: what the executor is told of it."""
+        output = SchedulerOutput(tuple(batch.steps), tuple(batch.starts), released)
+        self._steps.append((output, batch))
         return output
 
     def land(self, output: SchedulerOutput) -> list[Request]:
         """Takes the oldest one out, and returns whose its results are."""
         if not output.steps:
             return []
-        oldest, plan = self._steps.popleft()
+        oldest, batch = self._steps.popleft()
         assert oldest is output, "results come in another order than the steps"
-        return plan.requests
+        return batch.requests
 
     def drop(self, output: SchedulerOutput) -> list[Request]:
         """No results will come of any of them; returns who had a part in the oldest one."""
-        for plan in self:
-            for request in plan.requests:
+        for batch in self:
+            for request in batch.requests:
                 request.num_pending_tokens = 0
         requests = self.land(output)
         self._steps.clear()
         return requests
 
     def blocks_made_full(self, block_size: int) -> Iterator[bytes]:
-        """See StepPlan."""
-        for plan in self:
-            yield from plan.blocks_made_full(block_size)
+        """See ScheduledBatch."""
+        for batch in self:
+            yield from batch.blocks_made_full(block_size)
