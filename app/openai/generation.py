@@ -59,6 +59,7 @@ class Generation:
         self._started = False
         self._offered = 0  # prompts that replicas have, or are asked to take
         self._ended = asyncio.Semaphore(0)  # lets one that was refused try again for each that ends
+        self._waiting: set[int] = set()  # those that were refused
         self._held = {index for index, each in enumerate(processed) if each.params.prompt_logprobs is not None}
 
     async def steps(self) -> AsyncGenerator[list[Delta], None]:
@@ -147,12 +148,15 @@ class Generation:
                 self._ended.release()
                 return
             except (NoReplica, QueueFull) as refusal:  # only ever before the first output
+                self._waiting.add(index)
                 if isinstance(refusal, NoReplica) or self._offered == 1:
-                    self._on_refused(index)
+                    for refused in self._waiting:
+                        self._on_refused(refused)
                     raise
             finally:
                 self._offered -= 1
             await self._ended.acquire()
+            self._waiting.discard(index)
 
 
 async def _merged(streams: Sequence[AsyncGenerator[list[EngineOutput], None]]) -> AsyncGenerator[list[Arrival], None]:

@@ -11,6 +11,7 @@ import pytest
 from app.transport import QueueFull
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
+from tests.app.openai.access import ALICE, Now, of, ring
 from tests.app.openai.conftest import AppOver, http
 from tests.app.openai.scripted_client import ScriptedClient
 
@@ -57,10 +58,13 @@ async def test_prompts_beyond_the_places_wait_for_those_beside_them(app_over: Ap
     assert engine.running == 0
 
 
-async def test_prompts_that_nobody_beside_them_keeps_out_are_refused(app_over: AppOver) -> None:
+async def test_prompts_that_nobody_beside_them_keeps_out_are_refused_and_cost_nothing(app_over: AppOver) -> None:
     engine = FewPlaces(lambda _: [(9,)] * 3)
     engine.taken = 3
-    async with http(app_over(engine)) as client:
-        answer = await asyncio.wait_for(client.post("/v1/completions", json=body(20)), 60)
+    now = Now()
+    async with http(app_over(engine, keys=ring(now, tokens_per_minute=100), clock=now)) as client:
+        answer = await asyncio.wait_for(client.post("/v1/completions", json=body(20), headers=of(ALICE)), 60)
+        left = (await client.get("/v1/models", headers=of(ALICE))).headers["x-ratelimit-remaining-tokens"]
     assert answer.status_code == 429
-    assert engine.refusals <= 20
+    assert engine.refusals == 20
+    assert left == "100"
