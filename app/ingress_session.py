@@ -1,6 +1,7 @@
 """What a replica owes to each ingress: outputs on one stream, and an end for each call."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -83,6 +84,8 @@ class IngressSession:
         self.responsive = asyncio.Event()
         self.responsive.set()
         self._load = load
+        # Calls that no load on this stream has counted yet, with how many requests the engine must have received.
+        self._unknown: deque[tuple[int, str]] = deque()
         self._kv_seq = kv_seq
         self._kv_events: list[KVEvent] = []
         # Set from the start: the first item says that the stream is open.
@@ -92,6 +95,10 @@ class IngressSession:
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
+
+    def note_submitted(self, call_id: str, number: int) -> None:
+        """Notes that a call's last request is the engine's number-th of all."""
+        self._unknown.append((number, call_id))
 
     def after_step(self, step: "CoreStep") -> None:
         """Takes in what a step gave, once the sinks have been called."""
@@ -120,7 +127,7 @@ class IngressSession:
             self._stop_timer()
             self._sent_at = self._loop.time()
             self.is_urgent = False
-            item = StreamItem(self.outputs, self._kv_seq, self._kv_events, self._load)
+            item = StreamItem(self.outputs, self._kv_seq, self._kv_events, self._load, self._take_known())
             self._kv_seq += len(self._kv_events)
             self.outputs, self._kv_events = [], []
             yield item
@@ -134,6 +141,12 @@ class IngressSession:
         self._stop_timer()
         for call in self.calls:
             call.end(ReplicaLost(reason))
+
+    def _take_known(self) -> tuple[str, ...]:
+        known = []
+        while self._unknown and self._unknown[0][0] <= self._load.received:
+            known.append(self._unknown.popleft()[1])
+        return tuple(known)
 
     def _send_at(self, when: float, now: float) -> None:
         if when <= now:

@@ -96,6 +96,7 @@ class LLMReplica:
         self._sessions: dict[str, IngressSession] = {}
         self._session_opened = asyncio.Condition()
         self._kv_seq = 0
+        self._num_submitted = 0
         self._num_unfinished = 0
         self._on_trial: PromptCall | None = None
         self._engine_watch = asyncio.get_running_loop().create_task(self._watch_engine(stall_timeout_s))
@@ -138,8 +139,10 @@ class LLMReplica:
                 await asyncio.sleep(TRIAL_PAUSE_S)
             for request in requests:
                 self._core.submit(request, partial(self._take, call))
+                self._num_submitted += 1
                 if self._start_estimate is not None:
                     self._start_estimate.submit(request)
+            session.note_submitted(call.call_id, self._num_submitted)
             error = await call.ended
             # Ray waits, and with it the whole replica, for the ingress to confirm a call's end.
             await session.responsive.wait()

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from engine.kv_cache.events import BlockStored, KVEvent
 from engine.outputs import EngineLoad, EngineOutput
 from engine.request import EngineRequest
+from engine.step_times import StepTimes
 
 
 class TransportError(Exception):
@@ -136,12 +137,14 @@ class StreamItem(NamedTuple):
         outputs: of that ingress's requests.
         kv_seq: number of the first of kv_events, or of the next one where there are none.
         kv_events: of the replica's prefix cache, in order.
+        known: calls of that ingress that `load` counts for the first time.
     """
 
     outputs: list[EngineOutput]
     kv_seq: int
     kv_events: list[KVEvent]
     load: EngineLoad
+    known: Sequence[str] = ()
 
 
 class CallEnd(NamedTuple):
@@ -190,15 +193,18 @@ def pack(item: StreamItem) -> bytes:
         load.queued_prefill_tokens,
         load.kv_blocks_used,
         load.kv_blocks_total,
+        load.received,
     )
-    return pickle.dumps((outputs, item.kv_seq, item.kv_events, numbers), protocol=5)
+    message = (outputs, item.kv_seq, item.kv_events, numbers, tuple(load.step_times), item.known)
+    return pickle.dumps(message, protocol=5)
 
 
 def unpack(data: bytes) -> StreamItem:
     """The item of `pack`."""
-    packed, kv_seq, kv_events, numbers = pickle.loads(data)
+    packed, kv_seq, kv_events, numbers, step_times, known = pickle.loads(data)
     outputs = [
         EngineOutput(entry[0], entry[1], num_cached_tokens=entry[2]) if type(entry) is tuple else entry
         for entry in packed
     ]
-    return StreamItem(outputs, kv_seq, kv_events, EngineLoad(*numbers))
+    load = EngineLoad(*numbers, step_times=StepTimes(*step_times))
+    return StreamItem(outputs, kv_seq, kv_events, load, known)

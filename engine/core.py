@@ -7,7 +7,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,6 +25,7 @@ from engine.sampling_params import InvalidParameter, SamplingParams
 from engine.scheduler import Scheduler
 from engine.scheduler.results import last_output
 from engine.scheduler.scheduler import NO_WORK
+from engine.step_times import NO_STEPS
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,10 @@ class EngineCore:
         self.metrics = EngineMetrics()
         self.metrics.observe_load(self._scheduler.load())
         self._ended: list[EngineOutput] = []
-        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()  # with when they were planned
+        self._num_received = 0
+        self._step_times = NO_STEPS
+        self._last_step_ended = 0.0
         self._death: Exception | None = None
         self._interrupted = False
 
@@ -149,6 +153,7 @@ class EngineCore:
             ValueError: its id is in use.
             RuntimeError: the engine has ended.
         """
+        self._num_received += 1
         self._check_alive()
         self.check_request(spec)
         if self._interrupted:
@@ -188,7 +193,7 @@ class EngineCore:
         self._ended = []
         if self._in_flight or self._scheduler.has_unfinished():
             outputs += self._run()
-        load = self._scheduler.load()
+        load = self.load()
         self.metrics.observe_load(load)
         self.metrics.observe_step(outputs, **self._scheduler.take_counts()._asdict())
         if self.config.debug_integrity and not self.has_work():
@@ -198,7 +203,7 @@ class EngineCore:
         return CoreStep(outputs, events, load)
 
     def load(self) -> EngineLoad:
-        return self._scheduler.load()
+        return replace(self._scheduler.load(), received=self._num_received, step_times=self._step_times)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks; False, and nothing done, while requests run."""
@@ -242,26 +247,27 @@ class EngineCore:
     def _run(self) -> list[EngineOutput]:
         if self._in_flight and isinstance(self._in_flight[-1][1], _Refused):
             return self._take_in()  # the step before it was taken in; nothing starts before this one has failed
+        planned = self._clock()
         work = self._scheduler.schedule()
         if work.steps:
-            self._submit(work)
+            self._submit(work, planned)
         is_first = len(self._in_flight) == 1 and bool(work.steps)
         if not self._in_flight or (is_first and self._executor.overlaps):
             return self._scheduler.update(NO_WORK, ())
         return self._take_in()
 
-    def _submit(self, work: SchedulerOutput) -> None:
+    def _submit(self, work: SchedulerOutput, planned: float) -> None:
         try:
             handle = self._executor.submit(work)
             if self._in_flight:
                 self.metrics.observe_overlap()
         except Exception as error:
             handle = _Refused(error)
-        self._in_flight.append((work, handle))
+        self._in_flight.append((work, handle, planned))
 
     def _take_in(self) -> list[EngineOutput]:
         """Waits for the oldest step in flight."""
-        work, handle = self._in_flight[0]
+        work, handle, planned = self._in_flight[0]
         self.metrics.observe_executed_step()
         try:
             sampled = handle.result()
@@ -273,8 +279,16 @@ class EngineCore:
             traceback.clear_frames(error.__traceback__)
         else:
             self._in_flight.popleft()
-            return self._scheduler.update(work, sampled)
+            outputs = self._scheduler.update(work, sampled)
+            self._note_time(work, planned)
+            return outputs
         return self._recover(work, message)
+
+    def _note_time(self, work: SchedulerOutput, planned: float) -> None:
+        """A step's own time: one that was planned while the step before it ran counts from that one's end."""
+        now = self._clock()
+        self._step_times = self._step_times.after(work.num_tokens, max(0.0, now - max(planned, self._last_step_ended)))
+        self._last_step_ended = now
 
     def _start_over(self) -> list[EngineOutput]:
         """After Ctrl-C nobody knows how far anything came: all requests end, and nothing cached is trusted.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.request import EngineRequest, FinishReason
+from engine.step_times import NO_STEPS, StepTimes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -159,8 +160,11 @@ class EngineLoad:
 
     Attributes:
         running, waiting: requests.
-        queued_prefill_tokens: prompt tokens that waiting and running requests still have to compute.
+        queued_prefill_tokens: prompt tokens that waiting and running requests still have to compute, without those
+            that the prefix cache had when the request came.
         kv_blocks_used, kv_blocks_total: blocks that running requests hold, and all there are.
+        received: requests that the engine has taken in so far, those that have ended included.
+        step_times: of its steps lately.
     """
 
     running: int
@@ -168,6 +172,8 @@ class EngineLoad:
     queued_prefill_tokens: int
     kv_blocks_used: int
     kv_blocks_total: int
+    received: int = 0
+    step_times: StepTimes = NO_STEPS
 
 
 # ---- text side → user ----

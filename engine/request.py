@@ -118,6 +118,7 @@ class Request:
         num_computed_tokens: tokens whose keys and values are in the KV blocks once the steps in flight have run.
         num_pending_tokens: that steps in flight sample, after those in token_ids. A step that verifies drafts counts
             each of them; which were right is known with its result.
+        num_expected_cached: tokens that the prefix cache had of it when it came.
         num_cached_tokens: prompt tokens that the prefix cache gave when it first started; -1 until then.
         block_hashes: of its full blocks so far.
         spec_token_ids: drafts to verify in its next step.
@@ -132,6 +133,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
+    num_expected_cached: int = 0
     num_cached_tokens: int = -1
     block_hashes: list[bytes] = field(default_factory=list)
     spec_token_ids: list[int] = field(default_factory=list)
@@ -175,6 +177,11 @@ class Request:
     def num_wanted_tokens(self) -> int:
         """Still to be computed, pending ones included; drafts do not count."""
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """To be computed once it starts, if the prefix cache still has what it had."""
+        return len(self.token_ids) - self.num_expected_cached
 
     @property
     def owes_prompt_logprobs(self) -> bool:

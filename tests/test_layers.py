@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first; within a row only what stands to the left may be imported.
 ROWS = [
-    ["sampling_params", "config", "request", "outputs", "metrics", "protocols"],
+    ["sampling_params", "config", "request", "step_times", "outputs", "metrics", "protocols"],
     ["demo_model", "hub", "tokenizer"],
     ["kv_cache", "structured_output", "scheduler"],
     ["processor", "detokenizer", "output_processor"],

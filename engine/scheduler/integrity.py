@@ -29,7 +29,7 @@ def check_requests(
     """
     waiting = list(queue)
     assert len(waiting) == len(queue), "a request waits twice"
-    assert sum(request.num_tokens for request in waiting) == queue.num_tokens, "waiting tokens are miscounted"
+    assert sum(request.num_expected_tokens for request in waiting) == queue.num_tokens, "waiting tokens are miscounted"
     keys = [request.order for request in running]
     assert keys == sorted(keys), "running requests are out of order"
     assert {request.request_id: request for request in (*waiting, *running)} == requests, (

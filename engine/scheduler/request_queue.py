@@ -24,7 +24,7 @@ class RequestQueue:
     until such entries outnumber the others.
 
     Attributes:
-        num_tokens: tokens of all that wait.
+        num_tokens: that all who wait are expected to compute.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class RequestQueue:
 
     def push(self, request: Request) -> None:
         entry = self._waiting[request.order] = (request.order, request)
-        self.num_tokens += request.num_tokens
+        self.num_tokens += request.num_expected_tokens
         heapq.heappush(self._heap, entry)
 
     def peek(self) -> Request:
@@ -87,4 +87,4 @@ class RequestQueue:
 
     def _drop(self, request: Request) -> None:
         del self._waiting[request.order]
-        self.num_tokens -= request.num_tokens
+        self.num_tokens -= request.num_expected_tokens

@@ -104,6 +104,7 @@ class Scheduler:
             self._end_early(request, FinishReason.LENGTH, self._clock())
             return
         self._kv.prepare(request)
+        request.num_expected_cached = len(self._kv.match_prefix(request).blocks) * self._kv.block_size
         self._waiting.push(request)
         if spec.deadline is not None:
             self._deadlines.add(spec.deadline, request)

@@ -39,6 +39,7 @@ class ScriptedCore:
         self._step_s = step_s
         self._running: dict[str, tuple[EngineRequest, Callable[[EngineOutput], None], int]] = {}
         self._listeners: list[Callable[[Step], None]] = []
+        self._received = 0
         self._blocks: list[bytes] = []
         self._events: list[KVEvent] = []
         self._outputs: list[EngineOutput] = []
@@ -48,12 +49,13 @@ class ScriptedCore:
 
     def load(self) -> EngineLoad:
         running = min(len(self._running), self.config.max_num_seqs)
-        return EngineLoad(running, len(self._running) - running, 0, running, 100)
+        return EngineLoad(running, len(self._running) - running, 0, running, 100, self._received)
 
     def submit(self, request: EngineRequest, sink: Callable[[EngineOutput], None]) -> None:
         self.check_health()
         if request.prompt_token_ids == (0,):
             raise InvalidParameter("prompt", "prompt: token 0 is refused")
+        self._received += 1
         self._running[request.request_id] = (request, sink, len(request.output_token_ids))
         block = request.request_id.encode()
         self._blocks.append(block)

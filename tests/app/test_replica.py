@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -286,6 +287,19 @@ async def test_a_stream_without_outputs_still_tells_the_load_and_the_events() ->
         session.after_step(Step([], [BlockStored((b"x",), None)], EngineLoad(9, 0, 0, 0, 100)))  # type: ignore[arg-type]
     item: Any = await asyncio.wait_for(anext(items), 5)
     assert (item.outputs, len(item.kv_events), item.load.running) == ([], 5, 9)
+
+
+async def test_a_stream_names_each_call_once_when_a_load_counts_it() -> None:
+    session = IngressSession("s", NO_LOAD, kv_seq=0)
+    items = session.items()
+    for call_id, number in (("a", 2), ("b", 3), ("c", 7)):
+        session.note_submitted(call_id, number)
+    assert (await anext(items)).known == ()
+    told = []
+    for received in (1, 3, 3, 7):
+        session.after_step(Step([], [], replace(NO_LOAD, received=received)))  # type: ignore[arg-type]
+        told.append((await asyncio.wait_for(anext(items), 5)).known)
+    assert told == [(), ("a", "b"), (), ("c",)]
 
 
 def many_prompts(session: IngressSession) -> list[PromptCall]:

@@ -19,6 +19,7 @@ from engine.kv_cache.events import AllBlocksCleared, BlockStored
 from engine.outputs import EngineLoad, EngineOutput, RequestTiming, TokenLogprobs
 from engine.request import EngineRequest, FinishReason
 from engine.sampling_params import InvalidParameter
+from engine.step_times import StepTimes
 from tests.app.scripted_engine import HANG, request
 from tests.app.transport_clients import LONG, client_of, eventually, new_id, on_replicas, tokens_of
 
@@ -38,9 +39,11 @@ def test_packed_items_keep_outputs_and_their_order() -> None:
         EngineOutput("b", (9,), logprobs=logprobs),
         EngineOutput("a", (4,), finish_reason=FinishReason.STOP, stop_reason=4),
     ]
-    item = StreamItem(outputs, 7, [BlockStored((b"x",), None), AllBlocksCleared()], EngineLoad(1, 2, 3, 4, 5))
+    load = EngineLoad(1, 2, 3, 4, 5, 6, StepTimes().after(7, 0.5))
+    item = StreamItem(outputs, 7, [BlockStored((b"x",), None), AllBlocksCleared()], load, ("a", "b"))
     copy = unpack(pack(item))
-    assert (copy.kv_seq, copy.kv_events, copy.load) == (item.kv_seq, item.kv_events, item.load)
+    assert (copy.kv_seq, copy.kv_events, copy.load, copy.known) == (item.kv_seq, item.kv_events, load, ("a", "b"))
+    assert copy.load.step_times.fit() == (0.5, 0.0)
     assert [(o.request_id, o.new_token_ids, o.num_cached_tokens) for o in copy.outputs] == [
         (o.request_id, o.new_token_ids, o.num_cached_tokens) for o in outputs
     ]

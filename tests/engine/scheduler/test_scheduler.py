@@ -158,6 +158,18 @@ def test_load_counts_what_is_still_to_be_prefilled():
     assert engine.scheduler.load() == EngineLoad(2, 1, 7, 3 + 1, 64)
 
 
+def test_load_leaves_out_what_the_prefix_cache_has_of_those_that_wait():
+    engine = Engine(seqs=1, budget=16)
+    engine.add("first", prompt(1, 12), max_tokens=1)
+    engine.step()
+    engine.add("running", prompt(2, 8), max_tokens=9)
+    engine.step()
+    engine.add("again", [*prompt(1, 12), 7, 8], max_tokens=4)
+    assert engine.scheduler.load().queued_prefill_tokens == 2
+    engine.scheduler.abort("again")
+    assert engine.scheduler.load().queued_prefill_tokens == 0
+
+
 def test_cost_of_a_step_does_not_depend_on_the_pool_or_the_line():
     def cost(blocks: int, waiting: int) -> int:
         engine = Engine(blocks=blocks, seqs=4, budget=64)
