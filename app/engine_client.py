@@ -46,7 +46,7 @@ class RayEngineClient:
     """Serves EngineRequests by the replicas of one deployment. Lives on one event loop.
 
     Args:
-        handle: of an LLMReplica deployment whose request router is the LoadRouter.
+        handle: of an LLMReplica deployment whose request router is the PrefixCacheRouter.
         ingress_id: this process's name towards the replicas, unique over time.
         ingress: this process's actor; replicas abort what it leaves behind. None where there is no actor.
         replica_wait_s: how long a request waits while no replica is up, one may be starting.
@@ -89,7 +89,7 @@ class RayEngineClient:
     ) -> AsyncIterator[list[EngineOutput]]:
         """See ReplicaClient. Close the iterator (`aclosing`) where it is left early."""
         call = Call(tuple(requests), self._loop.time(), on_trial=on_trial)
-        self._index.begin(call.call_id, len(requests))
+        self._index.begin(call.call_id, requests)
         for request in requests:
             self._calls[request.request_id] = call
         if not self._index.members:
@@ -114,7 +114,7 @@ class RayEngineClient:
                 self._calls.pop(request.request_id, None)
             if call.unfinished:
                 call.cancel()
-            self._index.end(call.call_id)
+            self._index.end(call.call_id, [request.request_id for request in requests])
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """See EngineClient. Some of a prompt's children on a replica that is draining run to their end nevertheless."""
@@ -227,6 +227,8 @@ class RayEngineClient:
         if self._closed:
             return
         members = self._index.members
+        for replica_id in self._index.known - members - self._links.keys():
+            self._index.drop(replica_id)  # it came and went before this loop heard of it
         for replica_id in members - self._links.keys():
             link = self._links[replica_id] = Link(replica_id)
             link.task = self._start(self._read(link))
@@ -278,8 +280,7 @@ class RayEngineClient:
             call = self._calls.get(output.request_id)
             if call is not None:
                 call.take_from(link.stream_id, output)
-        self._index.record_load(link.replica_id, item.load)
-        if self._index.apply_events(link.replica_id, item.kv_seq, item.kv_events):
+        if self._index.receive(link.replica_id, item):
             link.snapshot_task = self._start(self._fetch_snapshot(link))
 
     def _lost(self, link: Link, loss: ReplicaLost) -> None:
@@ -308,6 +309,7 @@ class RayEngineClient:
             if link.task is None or link.task.done():
                 break
         del self._links[link.replica_id]
+        self._index.drop(link.replica_id)
         link.retiring = None
         link.cancel()
 

@@ -1,6 +1,7 @@
 """What `serve run` builds: the ingress and one deployment for each model."""
 
 # No `from __future__ import annotations` here: Ray validates the arguments only by a real class.
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -12,6 +13,7 @@ from app.config import CONTROL_CALLS, ModelDeployment, ServiceConfig
 from app.ingress import IngressDeployment
 from app.replica import LLMReplica
 from app.requirements import check_cluster, node_labels
+from app.router.index import RoutingSettings
 
 INGRESS_NAME = "ingress"
 
@@ -79,6 +81,7 @@ def _replicas(model: ModelDeployment, num_ingresses: int, log_level: str) -> ser
         actor_options["resources"] = model.resources
     if labels := node_labels(model):
         actor_options["label_selector"] = labels
+    engine = model.engine_config()
     deployment = serve.deployment(
         name=model.deployment_name,
         **_number_of_replicas(model, num_ingresses),
@@ -92,12 +95,14 @@ def _replicas(model: ModelDeployment, num_ingresses: int, log_level: str) -> ser
         logging_config=LoggingConfig(log_level=log_level, enable_access_log=False),
         # By its import path: Ray pickles the class that it finds there by value.
         request_router_config=RequestRouterConfig(
-            request_router_class="app.router.router:LoadRouter",  # type: ignore[arg-type]
-            request_router_kwargs={"max_queued_requests": model.max_queued_requests},
+            request_router_class="app.router.router:PrefixCacheRouter",  # type: ignore[arg-type]
+            request_router_kwargs=asdict(
+                RoutingSettings(engine.block_size, model.max_queued_requests, num_ingresses=num_ingresses)
+            ),
         ),
     )
     return deployment(LLMReplica).bind(
-        model.engine_config(),
+        engine,
         model.max_queued_requests,
         model.lease_s,
         model.stall_timeout_s,

@@ -206,5 +206,5 @@ def unpack(data: bytes) -> StreamItem:
         EngineOutput(entry[0], entry[1], num_cached_tokens=entry[2]) if type(entry) is tuple else entry
         for entry in packed
     ]
-    load = EngineLoad(*numbers, step_times=StepTimes(*step_times))
+    load = EngineLoad(*(*numbers, StepTimes(*step_times)))
     return StreamItem(outputs, kv_seq, kv_events, load, known)

@@ -3,151 +3,168 @@
 A request router is made by Ray inside each process that holds a handle, from a class that Ray pickles by value, so
 the router and the transport that sits beside it cannot share a module's globals: they meet here instead.
 
-Two threads come here. Ray's router thread owns who is a member and where a call goes; the event loop of the process's
-transport owns everything else (loads, KV blocks, which calls there are). A lock in each index keeps them apart; it is
-never held while code of others runs.
+Two threads come here, and neither ever waits for the other: there is no lock. Ray's router thread decides who is a
+member and where a call goes, and counts what is on its way to a replica. The event loop of the process's transport
+writes everything else: which calls there are, what replicas report. What the router has to know of a call's progress
+it finds in a queue before its next decision.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-import threading
+import random
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 
-from engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from app.router.cost import SEQUENCE_TOKENS, UNCACHED_WEIGHT, load_cost, slowness
+from app.router.prefixes import CachedBlocks, PrefixIndex
+from app.transport import StreamItem
+from engine.kv_cache.events import BlockStored
 from engine.outputs import EngineLoad
+from engine.request import EngineRequest
+from engine.step_times import NO_STEPS, pooled
+
+logger = logging.getLogger("ray.serve")
 
 _indexes: dict[tuple[str, str], ReplicaIndex] = {}
-_indexes_lock = threading.Lock()
 
 
 def replica_index(app_name: str, deployment_name: str) -> ReplicaIndex:
     """The index of a deployment in this process."""
-    with _indexes_lock:
-        return _indexes.setdefault((app_name, deployment_name), ReplicaIndex())
+    key = (app_name, deployment_name)
+    # Of two threads that come at once, both get what the first one set.
+    return _indexes.get(key) or _indexes.setdefault(key, ReplicaIndex())
 
 
-class CachedBlocks:
-    """The hashes of the blocks in one replica's prefix cache, kept up to date by its events.
+NEARLY = 1.1
+"""Costs within this factor of the least count as equal: they are estimates. Among such replicas the hash of the prompt
+decides, so that several ingresses send the same new prefix to the same place, and different ones everywhere."""
 
-    Every event has a number. A reader that finds a gap, its first event included, asks for a snapshot and goes on
-    collecting events meanwhile. Events that are in the snapshot already may be applied again: the last event of a
-    block decides.
+
+@dataclass(frozen=True, slots=True)
+class RoutingSettings:
+    """What a router is told by the deployment's configuration.
+
+    Attributes:
+        block_size: tokens of a KV block.
+        max_queued_requests: from so many waiting requests on a replica is full.
+        num_ingresses: processes that route to these replicas, each of which learns only later of the others' choices.
     """
 
-    def __init__(self) -> None:
-        self.hashes: set[bytes] = set()
-        self._next_seq: int | None = None
-        self._awaiting_snapshot = False
-        self._held_back: list[tuple[int, Sequence[KVEvent]]] = []
-
-    def apply(self, seq: int, events: Sequence[KVEvent]) -> bool:
-        """Takes in events, the first of which is number seq. True: something is missing, fetch a snapshot."""
-        gap = seq != self._next_seq
-        self._next_seq = seq + len(events)
-        if gap and not self._awaiting_snapshot:
-            self._awaiting_snapshot = True
-            self._held_back = [(seq, events)]
-            return True
-        if self._awaiting_snapshot:
-            self._held_back.append((seq, events))
-        else:
-            for event in events:
-                self._apply_one(event)
-        return False
-
-    def restore(self, seq: int, stored: Iterable[BlockStored]) -> None:
-        """Starts again from a snapshot that has every event below seq in it."""
-        self.hashes = {block_hash for event in stored for block_hash in event.block_hashes}
-        for first, events in self._held_back:
-            for event in events[max(0, seq - first) :]:
-                self._apply_one(event)
-        self._held_back = []
-        self._awaiting_snapshot = False
-
-    def forget(self) -> None:
-        """Whatever is known is old: the next event asks for a snapshot."""
-        self._next_seq = None
-        self._awaiting_snapshot = False
-        self._held_back = []
-
-    def _apply_one(self, event: KVEvent) -> None:
-        match event:
-            case BlockStored(block_hashes):
-                self.hashes.update(block_hashes)
-            case BlockRemoved(block_hashes):
-                self.hashes.difference_update(block_hashes)
-            case AllBlocksCleared():
-                self.hashes.clear()
+    block_size: int = 16
+    max_queued_requests: int = 256
+    num_ingresses: int = 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ReplicaState:
     """One replica as this process sees it.
 
     Attributes:
+        bit: its place in the prefix index.
+        salt: of its ranks among replicas that are as good for a prompt.
         load: as the replica reported it last; None until it did.
-        in_flight: requests that this process has there.
-        is_lost: its stream broke, and nothing has come from it since.
+        load_cost: what that means for a new request, in tokens.
+        slowness: how long its steps take against the others'.
+        waiting: requests that wait there. A replica whose stream broke, and from which nothing has come since, is as
+            good as full: Ray may be slow to see that it died.
+        new_requests, new_tokens: that this process sent there and no reported load counts yet. The router's.
     """
 
+    bit: int
+    salt: int
+    blocks: CachedBlocks
     load: EngineLoad | None = None
-    in_flight: int = 0
-    is_lost: bool = False
-    blocks: CachedBlocks = field(default_factory=CachedBlocks)
+    load_cost: float = 0.0
+    slowness: float = 1.0
+    waiting: float = 0
+    new_requests: int = 0
+    new_tokens: int = 0
 
     @property
     def requests(self) -> int:
-        """Requests there, as well as it is known: the report covers other processes and lags by a step, our own
-        count is exact and covers us alone."""
-        reported = self.load.running + self.load.waiting if self.load else 0
-        return max(reported, self.in_flight)
-
-    @property
-    def waiting(self) -> float:
-        """Requests that wait there. A replica that is lost is as good as full: Ray may be slow to see that it died."""
-        if self.is_lost:
-            return math.inf
-        return self.load.waiting if self.load else 0
+        """Requests there, as well as it is known."""
+        return (self.load.running + self.load.waiting if self.load else 0) + self.new_requests
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
+    """One `generate`; its id is that of its first request.
+
+    Attributes:
+        replica_id: where it was sent; set by the router, cleared by the transport when it was refused there.
+        counted_on, coming: where the router counts it as new, and the blocks that it expects there.
+    """
+
     num_requests: int
+    num_tokens: int
+    block_hashes: Sequence[bytes]
     replica_id: str | None = None
     accepted: bool = False
+    has_ended: bool = False
     refused_by: set[str] = field(default_factory=set)
+    counted_on: ReplicaState | None = None
+    num_uncached: int = 0
+    expected_on: ReplicaState | None = None
+    coming: Sequence[bytes] = ()
 
 
 class ReplicaIndex:
-    """The replicas of one deployment, and which of them this process's calls went to. Thread-safe.
+    """The replicas of one deployment, what they hold and how busy they are, and where this process's calls went.
 
-    A call is one `generate`; its id is that of its first request.
+    It needs no Ray: the router and the transport call it in a service, a simulation in theirs.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._members: frozenset[str] = frozenset()
+    def __init__(self, settings: RoutingSettings | None = None) -> None:
+        self.settings = settings or RoutingSettings()
+        self.members: frozenset[str] = frozenset()
+        self.prefixes = PrefixIndex()
         self._replicas: dict[str, ReplicaState] = {}
+        self._free_bits: deque[int] = deque()
+        self._num_bits = 0
         self._calls: dict[str, _Call] = {}
+        self._unstarted: dict[str, _Call] = {}
+        # For the router: calls that a load counts now, that have got a token, that were refused or have ended.
+        self._known: deque[_Call] = deque()
+        self._started: deque[_Call] = deque()
         self._listeners: list[Callable[[], None]] = []
+        self._fleet_times = NO_STEPS
+        self._reports_to_pool = 0
 
     # ---- called by the router, on its thread ----
 
     def set_members(self, replica_ids: Iterable[str]) -> None:
-        """Says which replicas take requests. One that leaves is remembered while calls of ours run on it."""
-        with self._lock:
-            members = frozenset(replica_ids)
-            changed = members != self._members
-            self._members = members
-            for replica_id in members:
-                self._replicas.setdefault(replica_id, ReplicaState())
-            self._drop_strangers()
-            listeners = list(self._listeners)
+        """Says which replicas take requests. One that leaves is remembered until the transport drops it."""
+        members = frozenset(replica_ids)
+        changed, self.members = members != self.members, members
+        for replica_id in members:
+            self._state(replica_id)
         if changed:
-            for listener in listeners:
+            for listener in list(self._listeners):
                 listener()
+
+    def choose(self, call_id: str, replica_ids: Collection[str]) -> list[str]:
+        """Replica ids in the order in which to try them; the call counts on the first one from now on.
+
+        Those that are cheapest for it come first (see `app.router.cost`), full ones last, and those that refused it not
+        at all while there are others.
+        """
+        self._take_in_progress()
+        call = self._calls.get(call_id) or _Call(1, 0, (), has_ended=True)
+        states = {each: self._state(each) for each in replica_ids if each not in call.refused_by} or {
+            each: self._state(each) for each in replica_ids
+        }
+        try:
+            matched = self._matched_tokens(call, states.values())
+            order = self._by_cost(call, states, matched)
+        except Exception:
+            logger.exception("prefix_routing_failed")
+            matched, order = {}, self._by_load(states)
+        self._send(call, order[0], matched.get(states[order[0]].bit, 0))
+        return order
 
     def assign(self, call_id: str, replica_id: str, *, accepted: bool = False) -> None:
         """Notes where a call goes; a later word for the same call replaces this one. Unknown calls are ignored.
@@ -155,124 +172,217 @@ class ReplicaIndex:
         Args:
             accepted: the replica has taken it; before that it may die or refuse, and the call goes elsewhere.
         """
-        with self._lock:
-            call = self._calls.get(call_id)
-            if call is None:
-                return
-            call.accepted = accepted
-            if call.replica_id == replica_id:
-                return
-            self._release(call)
-            call.replica_id = replica_id
-            self._replicas.setdefault(replica_id, ReplicaState()).in_flight += call.num_requests
-
-    def candidates(self, replica_ids: Collection[str]) -> list[tuple[str, int, float]]:
-        """(id, requests, waiting requests) of each of the replicas."""
-        with self._lock:
-            states = [(replica_id, self._replicas.get(replica_id)) for replica_id in replica_ids]
-            return [(i, state.requests, state.waiting) if state else (i, 0, 0) for i, state in states]
-
-    def refusals(self, call_id: str) -> frozenset[str]:
-        """The replicas that refused a call."""
-        with self._lock:
-            call = self._calls.get(call_id)
-            return frozenset(call.refused_by) if call else frozenset()
+        self._take_in_progress()
+        call = self._calls.get(call_id)
+        if call is None:
+            return
+        if call.replica_id != replica_id:
+            state = self._state(replica_id)
+            self._send(call, replica_id, self._matched_tokens(call, [state]).get(state.bit, 0))
+        call.accepted = accepted
 
     # ---- called by the transport, on its loop ----
 
     def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Calls listener, on the router's thread, after each change of the members. Returns what ends that."""
-        with self._lock:
-            self._listeners.append(listener)
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
-        def unsubscribe() -> None:
-            with self._lock:
-                self._listeners.remove(listener)
+    def begin(self, call_id: str, requests: Sequence[EngineRequest]) -> None:
+        """Notes a call that is about to be routed: the children of one prompt."""
+        first = requests[0]
+        # Prompt logprobs are of tokens that are computed, so that such a prompt finds nothing in a cache.
+        hashes = first.block_hashes if first.params.prompt_logprobs is None else ()
+        num_tokens = len(first.prompt_token_ids) + len(first.output_token_ids)
+        call = _Call(len(requests), num_tokens, hashes)
+        self._calls[call_id] = call
+        for request in requests:
+            self._unstarted[request.request_id] = call
 
-        return unsubscribe
-
-    @property
-    def members(self) -> frozenset[str]:
-        return self._members
-
-    def begin(self, call_id: str, num_requests: int) -> None:
-        """Notes a call that is about to be routed."""
-        with self._lock:
-            self._calls[call_id] = _Call(num_requests)
+    def receive(self, replica_id: str, item: StreamItem) -> bool:
+        """Takes in what a replica tells. True: KV events are missing, fetch a snapshot."""
+        state = self._replicas.get(replica_id)
+        if state is None:
+            return False
+        gap = state.blocks.apply(item.kv_seq, item.kv_events)
+        for output in item.outputs:
+            call = self._unstarted.pop(output.request_id, None)
+            if call is not None:
+                self.prefixes.touch(call.block_hashes)
+                self._started.append(call)
+        for call_id in item.known:
+            if (call := self._calls.get(call_id)) is not None:
+                self._known.append(call)
+        self._record_load(state, item.load)
+        return gap
 
     def refuse(self, call_id: str) -> bool:
         """Notes that the replica which was given a call refused it. True: there is one that has not."""
-        with self._lock:
-            call = self._calls.get(call_id)
-            if call is None or call.replica_id is None or not call.accepted:
-                return False
-            call.refused_by.add(call.replica_id)
-            self._release(call)
-            call.replica_id, call.accepted = None, False
-            return not self._members <= call.refused_by
+        call = self._calls.get(call_id)
+        if call is None or call.replica_id is None or not call.accepted:
+            return False
+        call.refused_by.add(call.replica_id)
+        call.replica_id, call.accepted = None, False
+        self._started.append(call)
+        return not self.members <= call.refused_by
 
-    def end(self, call_id: str) -> None:
-        """Forgets a call."""
-        with self._lock:
-            call = self._calls.pop(call_id, None)
-            if call is not None:
-                self._release(call)
-                self._drop_strangers()
+    def end(self, call_id: str, request_ids: Iterable[str] = ()) -> None:
+        """Forgets a call and its requests."""
+        call = self._calls.pop(call_id, None)
+        if call is not None:
+            call.has_ended = True
+            self._started.append(call)
+        for request_id in request_ids:
+            self._unstarted.pop(request_id, None)
 
     def replica_of(self, call_id: str) -> str | None:
         """The replica that took a call; None until one has."""
-        with self._lock:
-            call = self._calls.get(call_id)
-            return call.replica_id if call and call.accepted else None
+        call = self._calls.get(call_id)
+        return call.replica_id if call and call.accepted else None
 
     def in_flight(self, replica_id: str) -> int:
-        with self._lock:
-            state = self._replicas.get(replica_id)
-            return state.in_flight if state else 0
+        """Requests that this process has there. O(calls)."""
+        return sum(call.num_requests for call in self._calls.values() if call.replica_id == replica_id)
 
-    def record_load(self, replica_id: str, load: EngineLoad) -> None:
-        with self._lock:
-            if replica_id in self._replicas:
-                self._replicas[replica_id].load = load
-                self._replicas[replica_id].is_lost = False
+    @property
+    def known(self) -> frozenset[str]:
+        """Members, and replicas that were some until they are dropped."""
+        return frozenset(self._replicas)
 
     def lose(self, replica_id: str) -> None:
         """After its stream broke: what was known of it is old."""
-        with self._lock:
-            if replica_id in self._replicas:
-                self._replicas[replica_id].is_lost = True
-                self._replicas[replica_id].blocks.forget()
+        if state := self._replicas.get(replica_id):
+            state.waiting = math.inf
+            state.blocks.forget()
 
-    def apply_events(self, replica_id: str, seq: int, events: Sequence[KVEvent]) -> bool:
-        """See CachedBlocks.apply."""
-        with self._lock:
-            state = self._replicas.get(replica_id)
-            return state.blocks.apply(seq, events) if state else False
+    def drop(self, replica_id: str) -> None:
+        """Forgets a replica that takes no more requests, and what it held."""
+        if replica_id not in self.members and (state := self._replicas.pop(replica_id, None)):
+            self.prefixes.drop(state.bit)
+            self._free_bits.append(state.bit)
 
     def restore_blocks(self, replica_id: str, seq: int, stored: Iterable[BlockStored]) -> None:
         """See CachedBlocks.restore."""
-        with self._lock:
-            if replica_id in self._replicas:
-                self._replicas[replica_id].blocks.restore(seq, stored)
+        if state := self._replicas.get(replica_id):
+            state.blocks.restore(seq, stored)
 
     def forget_blocks(self, replica_id: str) -> None:
         """After a snapshot that failed; see CachedBlocks.forget."""
-        with self._lock:
-            if replica_id in self._replicas:
-                self._replicas[replica_id].blocks.forget()
+        if state := self._replicas.get(replica_id):
+            state.blocks.forget()
 
     def cached_blocks(self, replica_id: str) -> frozenset[bytes]:
-        with self._lock:
-            state = self._replicas.get(replica_id)
-            return frozenset(state.blocks.hashes) if state else frozenset()
+        """What a replica is known to hold."""
+        state = self._replicas.get(replica_id)
+        return frozenset(state.blocks.hashes) if state else frozenset()
 
-    # ---- with the lock held ----
+    def _record_load(self, state: ReplicaState, load: EngineLoad) -> None:
+        state.load, state.waiting, state.load_cost = load, load.waiting, load_cost(load)
+        self._reports_to_pool -= 1
+        if self._reports_to_pool <= 0:
+            times = [each.load.step_times for each in list(self._replicas.values()) if each.load is not None]
+            self._fleet_times = pooled(times)
+            self._reports_to_pool = len(times)
+        state.slowness = slowness(load.step_times, self._fleet_times)
 
-    def _release(self, call: _Call) -> None:
-        if call.replica_id is not None and call.replica_id in self._replicas:
-            self._replicas[call.replica_id].in_flight -= call.num_requests
+    # ---- a decision ----
 
-    def _drop_strangers(self) -> None:
-        gone = [i for i, s in self._replicas.items() if i not in self._members and s.in_flight <= 0]
-        for replica_id in gone:
-            del self._replicas[replica_id]
+    def _matched_tokens(self, call: _Call, states: Iterable[ReplicaState]) -> dict[int, int]:
+        """The prompt tokens that each replica has or will have, by its bit; nothing for those that have none."""
+        if not call.block_hashes:
+            return {}
+        replicas = 0
+        for state in states:
+            replicas |= state.bit
+        size, longest = self.settings.block_size, call.num_tokens - 1
+        matched = self.prefixes.match(call.block_hashes, replicas)
+        return {bit: min(depth * size, longest) for bit, depth in matched.items()}
+
+    def _by_cost(self, call: _Call, states: dict[str, ReplicaState], matched: dict[int, int]) -> list[str]:
+        """The cheapest first, but of those that cost about the least the one that any ingress would take."""
+        num_tokens, others = call.num_tokens, self.settings.num_ingresses
+        full = max(self.settings.max_queued_requests, 1)
+        costs: list[tuple[bool, float, str]] = []
+        cached = matched.get
+        for replica_id, state in states.items():
+            cost = state.load_cost + UNCACHED_WEIGHT * (num_tokens - cached(state.bit, 0))
+            if state.new_requests:
+                cost += others * (state.new_tokens + SEQUENCE_TOKENS * state.new_requests)
+            costs.append((state.waiting >= full, cost * state.slowness, replica_id))
+        costs.sort()
+        order = [replica_id for _, _, replica_id in costs]
+        is_full, least, _ = costs[0]
+        limit = (is_full, NEARLY * least)
+        num_near = 1
+        while num_near < len(costs) and costs[num_near] <= limit:
+            num_near += 1
+        if num_near > 1:
+            depth = max(matched.values(), default=0) // self.settings.block_size
+            key = _rank_key(call.block_hashes, depth)
+            first = max(range(num_near), key=lambda place: _mixed(key ^ states[order[place]].salt))
+            order.insert(0, order.pop(first))
+        return order
+
+    def _by_load(self, states: dict[str, ReplicaState]) -> list[str]:
+        full = max(self.settings.max_queued_requests, 1)
+        loads = [(s.waiting >= full, s.requests, random.random(), replica_id) for replica_id, s in states.items()]
+        return [each[3] for each in sorted(loads)]
+
+    def _send(self, call: _Call, replica_id: str, num_cached: int) -> None:
+        """Counts a call, and the blocks that it will leave, on a replica and no other."""
+        self._settle(call)
+        state = self._state(replica_id)
+        call.replica_id = replica_id
+        if call.has_ended:
+            return
+        call.counted_on, call.num_uncached = state, call.num_tokens - num_cached
+        state.new_requests += call.num_requests
+        state.new_tokens += call.num_uncached
+        call.expected_on, call.coming = state, call.block_hashes[num_cached // self.settings.block_size :]
+        self.prefixes.expect(state.bit, call.coming)
+
+    def _take_in_progress(self) -> None:
+        while self._known:
+            self._uncount(self._known.popleft())
+        while self._started:
+            self._settle(self._started.popleft())
+
+    def _settle(self, call: _Call) -> None:
+        self._uncount(call)
+        if call.expected_on is not None:
+            self.prefixes.arrived(call.expected_on.bit, call.coming)
+            call.expected_on = None
+
+    def _uncount(self, call: _Call) -> None:
+        if call.counted_on is not None:
+            call.counted_on.new_requests -= call.num_requests
+            call.counted_on.new_tokens -= call.num_uncached
+            call.counted_on = None
+
+    def _state(self, replica_id: str) -> ReplicaState:
+        state = self._replicas.get(replica_id)
+        if state is None:
+            if self._free_bits:
+                bit = self._free_bits.popleft()
+            else:
+                bit = 1 << self._num_bits
+                self._num_bits += 1
+            salt = _number(sha256(replica_id.encode()).digest())
+            state = self._replicas[replica_id] = ReplicaState(bit, salt, self.prefixes.blocks_of(bit))
+        return state
+
+
+def _rank_key(block_hashes: Sequence[bytes], depth: int) -> int:
+    """What stands for a prompt among equal replicas: its first block that none of them has."""
+    if not block_hashes:
+        return random.getrandbits(64)
+    return _number(block_hashes[min(depth, len(block_hashes) - 1)])
+
+
+def _number(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little")
+
+
+def _mixed(number: int) -> int:
+    """64 bits, of which the high ones depend on all of the number's (Knuth's multiplicative hash)."""
+    return number * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF

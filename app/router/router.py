@@ -1,13 +1,11 @@
-"""The request router of LLM deployments: calls pinned to one replica, and the least loaded replica for the others."""
+"""The request router of LLM deployments: calls pinned to one replica, and the cheapest replica for the others."""
 
 import logging
-import random
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from app.router.index import ReplicaIndex, replica_index
+from app.router.index import ReplicaIndex, RoutingSettings, replica_index
 
 logger = logging.getLogger("ray.serve")
 
@@ -15,46 +13,21 @@ PIN = "pinned_to"
 """Keyword argument of a call that must go to the replica of this id; the replica checks that it did."""
 
 ROUTED_METHOD = "generate"
-"""The method whose calls are placed by load; its first argument are the requests."""
+"""The method whose calls are placed by what they cost; its first argument are the requests."""
 
 
-def rank_by_load(
-    candidates: Sequence[tuple[str, int, float]], max_waiting: int, choose: Callable[[list[Any], int], list[Any]]
-) -> list[str]:
-    """Replica ids in the order in which to try them.
-
-    Two of the replicas that still take waiting requests are drawn and the one with fewer requests comes first (power
-    of two choices, Mitzenmacher 2001: several routers with equal and slightly old news do not all run to the same
-    replica); the others follow by their number of requests, full ones last.
-
-    Args:
-        candidates: (id, requests, waiting requests) of each.
-        max_waiting: from this many waiting requests on a replica is full.
-        choose: random.sample, or what stands for it.
-    """
-
-    def cost(candidate: tuple[str, int, float]) -> tuple[bool, int]:
-        return candidate[2] >= max(max_waiting, 1), candidate[1]
-
-    shuffled = choose(list(candidates), len(candidates))
-    open_ones = [c for c in shuffled if not cost(c)[0]] or shuffled
-    first = min(open_ones[:2], key=cost, default=None)
-    rest = sorted((c for c in shuffled if c is not first), key=cost)
-    return [c[0] for c in ([first, *rest] if first else rest)]
-
-
-class LoadRouter(RequestRouter):
-    """Runs on Ray's router thread in every process that holds a handle; its knowledge is in the replica index.
+class PrefixCacheRouter(RequestRouter):
+    """Ray's side of the ReplicaIndex, which decides. Runs on Ray's router thread in each process that holds a handle.
 
     It places each request by itself (no FIFOMixin): a call that is pinned must not be given another's replica.
     """
 
-    _max_waiting = 0
+    _settings = RoutingSettings()
     _index: ReplicaIndex | None = None
 
-    def initialize_state(self, max_queued_requests: int = 0, **_: Any) -> None:
-        """Takes the router's arguments from the deployment's configuration."""
-        self._max_waiting = max_queued_requests
+    def initialize_state(self, **settings: Any) -> None:
+        """Takes the router's arguments, those of RoutingSettings, from the deployment's configuration."""
+        self._settings = RoutingSettings(**settings)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -79,11 +52,7 @@ class LoadRouter(RequestRouter):
         if pin is not None or pending.metadata.call_method != ROUTED_METHOD:
             # A pinned replica that is gone does not come back: another one refuses the call, which then ends.
             return [candidates]
-        index = self._replica_index()
-        call_id = pending.args[0][0].request_id
-        untried = by_id.keys() - index.refusals(call_id)
-        order = rank_by_load(index.candidates(untried or by_id.keys()), self._max_waiting, random.sample)
-        index.assign(call_id, order[0])
+        order = self._replica_index().choose(pending.args[0][0].request_id, by_id)
         return [[by_id[replica_id]] for replica_id in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
@@ -108,4 +77,5 @@ class LoadRouter(RequestRouter):
     def _replica_index(self) -> ReplicaIndex:
         if self._index is None:
             self._index = replica_index(self._deployment_id.app_name, self._deployment_id.name)
+            self._index.settings = self._settings
         return self._index

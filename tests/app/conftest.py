@@ -76,7 +76,7 @@ def deploy_scripted(serve_url: str) -> Iterator[Callable[..., Any]]:
             health_check_period_s=0.3,
             logging_config={"enable_access_log": False, "log_level": "ERROR"},
             request_router_config=RequestRouterConfig(
-                request_router_class="app.router.router:LoadRouter",
+                request_router_class="app.router.router:PrefixCacheRouter",
                 request_router_kwargs={"max_queued_requests": max_queued_requests},
             ),
             **options,

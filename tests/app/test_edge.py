@@ -62,7 +62,7 @@ def deploy(tiny_folder: Path, *, max_queued: int = 64, **ingress: Any) -> None:
         "logging_config": {"enable_access_log": False, "log_level": "ERROR"},
     }
     router = RequestRouterConfig(
-        request_router_class="app.router.router:LoadRouter",  # type: ignore[arg-type]
+        request_router_class="app.router.router:PrefixCacheRouter",  # type: ignore[arg-type]
         request_router_kwargs={"max_queued_requests": max_queued},
     )
     models = {
