@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from app.router.cost import SEQUENCE_TOKENS, UNCACHED_WEIGHT, load_cost, slowness
+from app.router.cost import SEQUENCE_TOKENS, UNCACHED_WEIGHT, Churn, PrefixUses, load_cost, slowness
 from app.router.prefixes import CachedBlocks, PrefixIndex
 from app.transport import StreamItem
 from engine.kv_cache.events import BlockStored
@@ -29,6 +29,12 @@ from engine.step_times import NO_STEPS, pooled
 
 logger = logging.getLogger("ray.serve")
 
+MIXER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+"""Knuth's multiplicative hash: 64 bits, of which the high ones depend on all of those that go in."""
+
+FULL = 1e15
+"""What a replica costs that takes no more requests: more than any that does."""
+
 _indexes: dict[tuple[str, str], ReplicaIndex] = {}
 
 
@@ -37,11 +43,6 @@ def replica_index(app_name: str, deployment_name: str) -> ReplicaIndex:
     key = (app_name, deployment_name)
     # Of two threads that come at once, both get what the first one set.
     return _indexes.get(key) or _indexes.setdefault(key, ReplicaIndex())
-
-
-NEARLY = 1.1
-"""Costs within this factor of the least count as equal: they are estimates. Among such replicas the hash of the prompt
-decides, so that several ingresses send the same new prefix to the same place, and different ones everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,11 @@ class ReplicaIndex:
         self._known: deque[_Call] = deque()
         self._started: deque[_Call] = deque()
         self._listeners: list[Callable[[], None]] = []
+        self._has_failed = False
+        self._uses = PrefixUses()
+        self._churn = Churn()
         self._fleet_times = NO_STEPS
+        self._fleet_blocks = 0
         self._reports_to_pool = 0
 
     # ---- called by the router, on its thread ----
@@ -158,12 +163,15 @@ class ReplicaIndex:
             each: self._state(each) for each in replica_ids
         }
         try:
-            matched = self._matched_tokens(call, states.values())
-            order = self._by_cost(call, states, matched)
+            depths = self._depths(call, states.values())
+            order = self._by_cost(call, states, depths)
         except Exception:
-            logger.exception("prefix_routing_failed")
-            matched, order = {}, self._by_load(states)
-        self._send(call, order[0], matched.get(states[order[0]].bit, 0))
+            if not self._has_failed:
+                logger.exception("prefix_routing_failed fallback=load; said once")
+            self._has_failed = True
+            depths, order = {}, self._by_load(states)
+        first = states[order[0]]
+        self._send(call, order[0], first, depths.get(first.bit, 0))
         return order
 
     def assign(self, call_id: str, replica_id: str, *, accepted: bool = False) -> None:
@@ -177,8 +185,8 @@ class ReplicaIndex:
         if call is None:
             return
         if call.replica_id != replica_id:
-            state = self._state(replica_id)
-            self._send(call, replica_id, self._matched_tokens(call, [state]).get(state.bit, 0))
+            # Ray chose it; what it has of the prompt is not worth a search.
+            self._send(call, replica_id, self._state(replica_id), 0)
         call.accepted = accepted
 
     # ---- called by the transport, on its loop ----
@@ -214,6 +222,9 @@ class ReplicaIndex:
             if (call := self._calls.get(call_id)) is not None:
                 self._known.append(call)
         self._record_load(state, item.load)
+        num_stored = sum(len(event.block_hashes) for event in item.kv_events if isinstance(event, BlockStored))
+        if num_stored:
+            self._churn.note(state.bit, num_stored, self._fleet_blocks)
         return gap
 
     def refuse(self, call_id: str) -> bool:
@@ -259,6 +270,7 @@ class ReplicaIndex:
         """Forgets a replica that takes no more requests, and what it held."""
         if replica_id not in self.members and (state := self._replicas.pop(replica_id, None)):
             self.prefixes.drop(state.bit)
+            self._churn.drop(state.bit)
             self._free_bits.append(state.bit)
 
     def restore_blocks(self, replica_id: str, seq: int, stored: Iterable[BlockStored]) -> None:
@@ -280,47 +292,48 @@ class ReplicaIndex:
         state.load, state.waiting, state.load_cost = load, load.waiting, load_cost(load)
         self._reports_to_pool -= 1
         if self._reports_to_pool <= 0:
-            times = [each.load.step_times for each in list(self._replicas.values()) if each.load is not None]
-            self._fleet_times = pooled(times)
-            self._reports_to_pool = len(times)
+            loads = [each.load for each in list(self._replicas.values()) if each.load is not None]
+            self._fleet_times = pooled(each.step_times for each in loads)
+            self._fleet_blocks = sum(each.kv_blocks_total for each in loads)
+            self._reports_to_pool = len(loads)
         state.slowness = slowness(load.step_times, self._fleet_times)
 
     # ---- a decision ----
 
-    def _matched_tokens(self, call: _Call, states: Iterable[ReplicaState]) -> dict[int, int]:
-        """The prompt tokens that each replica has or will have, by its bit; nothing for those that have none."""
-        if not call.block_hashes:
-            return {}
+    def _depths(self, call: _Call, states: Iterable[ReplicaState]) -> dict[int, int]:
+        """How many of the prompt's blocks each replica has or will have, by its bit; nothing of those without any."""
         replicas = 0
         for state in states:
             replicas |= state.bit
-        size, longest = self.settings.block_size, call.num_tokens - 1
-        matched = self.prefixes.match(call.block_hashes, replicas)
-        return {bit: min(depth * size, longest) for bit, depth in matched.items()}
+        return self.prefixes.match(call.block_hashes, replicas)
 
-    def _by_cost(self, call: _Call, states: dict[str, ReplicaState], matched: dict[int, int]) -> list[str]:
-        """The cheapest first, but of those that cost about the least the one that any ingress would take."""
-        num_tokens, others = call.num_tokens, self.settings.num_ingresses
-        full = max(self.settings.max_queued_requests, 1)
-        costs: list[tuple[bool, float, str]] = []
-        cached = matched.get
+    def _by_cost(self, call: _Call, states: dict[str, ReplicaState], depths: dict[int, int]) -> list[str]:
+        """The cheapest first.
+
+        Where several cost the same, the prompt's hash decides: without other news all ingresses send the same new
+        prefix to the same place, and different ones everywhere.
+        """
+        size, deepest = self.settings.block_size, max(depths.values(), default=0)
+        num_copies = sum(each == deepest for each in depths.values())
+        prefix = call.block_hashes[deepest - 1] if deepest else None
+        copy_weight = size * self._uses.copy_weight(prefix, num_copies, len(states))
+        new_to_all = UNCACHED_WEIGHT * max(1, call.num_tokens - deepest * size)
+        others, full = self.settings.num_ingresses, max(self.settings.max_queued_requests, 1)
+        depth_of, churn = depths.get, self._churn.factors(len(states))
+        costs: list[tuple[float, str]] = []
         for replica_id, state in states.items():
-            cost = state.load_cost + UNCACHED_WEIGHT * (num_tokens - cached(state.bit, 0))
+            bit = state.bit
+            cost = state.load_cost + churn(bit) * (new_to_all + copy_weight * (deepest - depth_of(bit, 0)))
             if state.new_requests:
                 cost += others * (state.new_tokens + SEQUENCE_TOKENS * state.new_requests)
-            costs.append((state.waiting >= full, cost * state.slowness, replica_id))
+            cost *= state.slowness
+            costs.append((cost if state.waiting < full else cost + FULL, replica_id))
         costs.sort()
-        order = [replica_id for _, _, replica_id in costs]
-        is_full, least, _ = costs[0]
-        limit = (is_full, NEARLY * least)
-        num_near = 1
-        while num_near < len(costs) and costs[num_near] <= limit:
-            num_near += 1
-        if num_near > 1:
-            depth = max(matched.values(), default=0) // self.settings.block_size
-            key = _rank_key(call.block_hashes, depth)
-            first = max(range(num_near), key=lambda place: _mixed(key ^ states[order[place]].salt))
-            order.insert(0, order.pop(first))
+        order = [each[1] for each in costs]
+        ties = sum(each[0] == costs[0][0] for each in costs)
+        if ties > 1:
+            key = _rank_key(call.block_hashes, deepest)
+            order[:ties] = sorted(order[:ties], key=lambda each: (key ^ states[each].salt) * MIXER & MASK)
         return order
 
     def _by_load(self, states: dict[str, ReplicaState]) -> list[str]:
@@ -328,17 +341,20 @@ class ReplicaIndex:
         loads = [(s.waiting >= full, s.requests, random.random(), replica_id) for replica_id, s in states.items()]
         return [each[3] for each in sorted(loads)]
 
-    def _send(self, call: _Call, replica_id: str, num_cached: int) -> None:
-        """Counts a call, and the blocks that it will leave, on a replica and no other."""
+    def _send(self, call: _Call, replica_id: str, state: ReplicaState, depth: int) -> None:
+        """Counts a call, and the blocks that it will leave, on a replica and no other.
+
+        Args:
+            depth: the blocks of its prompt that are there.
+        """
         self._settle(call)
-        state = self._state(replica_id)
         call.replica_id = replica_id
         if call.has_ended:
             return
-        call.counted_on, call.num_uncached = state, call.num_tokens - num_cached
+        call.counted_on, call.num_uncached = state, max(1, call.num_tokens - depth * self.settings.block_size)
         state.new_requests += call.num_requests
         state.new_tokens += call.num_uncached
-        call.expected_on, call.coming = state, call.block_hashes[num_cached // self.settings.block_size :]
+        call.expected_on, call.coming = state, call.block_hashes[depth:]
         self.prefixes.expect(state.bit, call.coming)
 
     def _take_in_progress(self) -> None:
@@ -381,8 +397,3 @@ def _rank_key(block_hashes: Sequence[bytes], depth: int) -> int:
 
 def _number(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little")
-
-
-def _mixed(number: int) -> int:
-    """64 bits, of which the high ones depend on all of the number's (Knuth's multiplicative hash)."""
-    return number * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
