@@ -14,7 +14,8 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from app.config import UNKNOWN_KEY, Access, ApiKey
+from app.config import Access, ApiKey
+from app.strict_model import UNKNOWN_KEY
 
 _KEYS = TypeAdapter(list[ApiKey])
 

@@ -5,17 +5,24 @@ Ray ignores keys that it does not know. These models refuse them, and name the f
 
 import re
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from app.autoscaling_config import Autoscaling
+from app.strict_model import StrictModel
 from engine.config import EngineConfig
 from engine.sampling_params import InvalidParameter
 
 CONTROL_CALLS = 64
 """Room in Ray's limit on a replica's calls for its streams (one an ingress) and for short messages."""
+
+REPLICA_WAIT_S = 10.0
+"""How long a request waits for replicas that should be there."""
+
+START_WAIT_S = 300.0
+"""How long a request waits for a replica to start: a model of some 100 GB takes minutes to load."""
 
 ORIGIN = re.compile(r"https?://(?:[a-z0-9.-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 """As a browser writes a page's origin."""
@@ -23,48 +30,8 @@ ORIGIN = re.compile(r"https?://(?:[a-z0-9.-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 KEY_NAME = "[A-Za-z0-9_.-]{1,64}"
 """The pattern of an API key's name, which goes into errors and logs."""
 
-UNKNOWN_KEY = "unknown_key"
-"""The type of the errors that show a key of what was given."""
 
-
-class _Strict(BaseModel):
-    """Refuses unknown keys, saying which known one may have been meant."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_unknown_keys(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            for key in given:
-                if key not in cls.model_fields:
-                    near = get_close_matches(str(key), cls.model_fields, n=1)
-                    known = ", ".join(cls.model_fields)
-                    hint = f"did you mean '{near[0]}'?" if near else f"known: {known}"
-                    raise PydanticCustomError(UNKNOWN_KEY, "{message}", {"message": f"unknown key '{key}'; {hint}"})
-        return given
-
-
-class Autoscaling(_Strict):
-    """How many replicas there are, by the requests that they have (Ray Serve's own policy)."""
-
-    min_replicas: int = Field(default=1, ge=1, description="Replicas that are always there.")
-    max_replicas: int = Field(ge=1, description="Most replicas.")
-    target_ongoing_requests: float = Field(
-        gt=0, description="Requests, running and waiting, that a replica is to have; more call for another one."
-    )
-    upscale_delay_s: float = Field(default=30.0, ge=0, description="Seconds of too many requests before one is added.")
-    downscale_delay_s: float = Field(default=600.0, ge=0, description="Seconds of too few before one is taken away.")
-
-    @model_validator(mode="after")
-    def _check_order(self) -> "Autoscaling":
-        if self.max_replicas < self.min_replicas:
-            text = f"max_replicas={self.max_replicas}: must be at least min_replicas, which is {self.min_replicas}"
-            raise PydanticCustomError("replicas", "{message}", {"message": text})
-        return self
-
-
-class ModelDeployment(_Strict):
+class ModelDeployment(StrictModel):
     """One model and the replicas that serve it."""
 
     name: str = Field(min_length=1, max_length=200, description="What clients put into `model`.")
@@ -119,8 +86,13 @@ class ModelDeployment(_Strict):
             "max_queued_requests, so that the replica decides; a lower value makes requests wait at the ingress."
         ),
     )
-    replica_wait_s: float = Field(
-        default=10.0, ge=0, description="Seconds that a request waits while no replica is up; then 503."
+    replica_wait_s: float | None = Field(
+        default=None,
+        ge=0,
+        description=(
+            "Seconds that a request waits while no replica is up; then 503. By default 10, or 300 where min_replicas "
+            "is 0, so that one can start meanwhile."
+        ),
     )
     resume_wait_s: float = Field(
         default=120.0,
@@ -154,6 +126,13 @@ class ModelDeployment(_Strict):
             text = "num_replicas: autoscaling decides it; leave one of them out"
             raise PydanticCustomError("replicas", "{message}", {"message": text})
         return self
+
+    @property
+    def longest_replica_wait_s(self) -> float:
+        """What replica_wait_s is, or comes to."""
+        if self.replica_wait_s is not None:
+            return self.replica_wait_s
+        return REPLICA_WAIT_S if self.least_replicas else START_WAIT_S
 
     @property
     def least_replicas(self) -> int:
@@ -203,7 +182,7 @@ class ModelDeployment(_Strict):
         return self.engine_config().max_num_seqs + self.max_queued_requests + CONTROL_CALLS
 
 
-class Ingress(_Strict):
+class Ingress(StrictModel):
     """The processes that speak HTTP and gRPC: authorise, tokenize, route, detokenize."""
 
     num_replicas: int = Field(default=1, ge=1, description="Ingress processes.")
@@ -306,7 +285,7 @@ class Ingress(_Strict):
         return origins
 
 
-class ApiKey(_Strict):
+class ApiKey(StrictModel):
     """One client's key, and what it may ask for. Limits that are null do not hold."""
 
     name: str = Field(pattern=f"^{KEY_NAME}$", description="Whose it is; errors name it.")
@@ -331,7 +310,7 @@ class ApiKey(_Strict):
     )
 
 
-class Access(_Strict):
+class Access(StrictModel):
     """Who may use the service: exactly one of the three must be said."""
 
     open: bool = Field(default=False, description="Everyone who reaches its port, without a key.")
@@ -364,7 +343,7 @@ class Access(_Strict):
         return self
 
 
-class ServiceConfig(_Strict):
+class ServiceConfig(StrictModel):
     """Everything that `app.main:build` takes."""
 
     models: list[ModelDeployment] = Field(min_length=1, description="What is served, the default model first.")
@@ -382,12 +361,16 @@ class ServiceConfig(_Strict):
     def _resumes_before_it_gives_up(self) -> "ServiceConfig":
         idle_s = self.ingress.idle_timeout_s
         for model in self.models:
-            if idle_s is not None and idle_s <= model.resume_wait_s:
-                text = (
-                    f"ingress.idle_timeout_s={idle_s:g}: must be longer than resume_wait_s of model '{model.name}', "
-                    f"which is {model.resume_wait_s:g}: a request that waits for another replica would be given up"
-                )
-                raise PydanticCustomError("idle_timeout", "{message}", {"message": text})
+            waits = {"resume_wait_s": model.resume_wait_s}
+            if model.least_replicas == 0:
+                waits["replica_wait_s"] = model.longest_replica_wait_s
+            for name, wait_s in waits.items():
+                if idle_s is not None and idle_s <= wait_s:
+                    text = (
+                        f"ingress.idle_timeout_s={idle_s:g}: must be longer than {name} of model '{model.name}', which "
+                        f"is {wait_s:g}: a request that waits for a replica would be given up"
+                    )
+                    raise PydanticCustomError("idle_timeout", "{message}", {"message": text})
         return self
 
     @model_validator(mode="before")

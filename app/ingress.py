@@ -155,7 +155,7 @@ class IngressDeployment(GrpcServicer):
             handle,
             ingress_id=self._replica_id,
             ingress=ray.get_runtime_context().current_actor,
-            replica_wait_s=config.replica_wait_s,
+            replica_wait_s=config.longest_replica_wait_s,
             gather_s=self._config.ingress.coalesce_s,
         )
 
@@ -195,7 +195,12 @@ class IngressDeployment(GrpcServicer):
         await self._check_models()
 
     def _models_down(self) -> list[str]:
-        return [name for name, client in self._clients.items() if not client.replicas.members]
+        """Those that have no replica, though they always should."""
+        return [
+            model.name
+            for model in self._config.models
+            if model.least_replicas and not self._clients[model.name].replicas.members
+        ]
 
     async def _announce(self) -> None:
         """Tells whoever started the service that it answers now."""

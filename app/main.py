@@ -6,22 +6,31 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from app.autoscaling_config import Autoscaling
 from app.config import CONTROL_CALLS, ModelDeployment, ServiceConfig
 from app.ingress import IngressDeployment
 from app.replica import LLMReplica
 from app.requirements import check_cluster, node_labels
 from app.router.index import RoutingSettings
+from engine.config import EngineConfig
 
 INGRESS_NAME = "ingress"
+
+ROUTER = "app.router.router:PrefixCacheRouter"
+"""By its import path: Ray pickles the class that it finds there by value."""
 
 QUEUE_RETRY_S = 1.0
 """When a client comes again that found too many waiting for an ingress: nobody knows when a place is free."""
 
-ROUNDING = 1e-9
-"""What keeps a whole number of replicas from being rounded up to the next one."""
+METRICS_INTERVAL_S = 1.0
+"""How often replicas and ingresses report to the autoscaling policy. With Ray's default of 10 s it would see a burst
+as late."""
+
+METRICS_LOOK_BACK_S = 5.0
+"""What Ray keeps of the reports. For so long a request that waited for a replica counts after one has taken it."""
 
 
 def build(config: ServiceConfig) -> serve.Application:
@@ -30,10 +39,15 @@ def build(config: ServiceConfig) -> serve.Application:
     Raises:
         MissingResources: the cluster it is built on cannot run it, and does not grow.
     """
+    return application(config, ROUTER)
+
+
+def application(config: ServiceConfig, router: str) -> serve.Application:
+    """What `build` gives, with the request router of this import path before the models."""
     if ray.is_initialized() and not config.cluster_autoscales:
         check_cluster(config.models, config.ingress, ray.nodes())
     ingress = config.ingress
-    models = {model.name: _replicas(model, ingress.num_replicas, config.log_level) for model in config.models}
+    models = {model.name: _replicas(model, ingress.num_replicas, config.log_level, router) for model in config.models}
     deployment = serve.deployment(
         name=INGRESS_NAME,
         num_replicas=ingress.num_replicas,
@@ -50,41 +64,36 @@ def build(config: ServiceConfig) -> serve.Application:
     return deployment(IngressDeployment).bind(config, models)
 
 
-def _number_of_replicas(model: ModelDeployment, num_streams: int) -> dict[str, Any]:
-    """How many there are, or the policy that says so.
-
-    Ray counts a replica's open streams of outputs as requests that it has. With so many more to be had, and with
-    this factor on the way from the present number to the desired one, its policy comes to requests / target again:
-    replicas + (target + streams) / target * ((requests + streams * replicas) / (target + streams) - replicas).
-
-    Args:
-        num_streams: those that each replica always has, one for each ingress.
-    """
-    if model.autoscaling is None:
-        return {"num_replicas": model.num_replicas}
-    target = model.autoscaling.target_ongoing_requests
-    counted = target + num_streams
-    factor = counted / target
-    return {
-        "autoscaling_config": AutoscalingConfig(
-            **model.autoscaling.model_dump(exclude={"target_ongoing_requests"}),
-            target_ongoing_requests=counted,
-            upscaling_factor=factor * (1 - ROUNDING),
-            downscaling_factor=factor * (1 + ROUNDING),
-        )
-    }
+def autoscaling_config(autoscaling: Autoscaling, engine: EngineConfig, log_level: str) -> AutoscalingConfig:
+    """Ray's configuration for replicas with that engine, whose number our policy decides."""
+    return AutoscalingConfig(
+        min_replicas=autoscaling.min_replicas,
+        max_replicas=autoscaling.max_replicas,
+        # The policy has thresholds and delays of its own: Ray does what it says at once.
+        upscale_delay_s=0.0,
+        downscale_delay_s=0.0,
+        metrics_interval_s=METRICS_INTERVAL_S,
+        look_back_period_s=METRICS_LOOK_BACK_S,
+        policy=AutoscalingPolicy(
+            # By its import path: Ray pickles what it finds there by value.
+            policy_function="app.autoscaling:AutoscalingPolicy",
+            policy_kwargs=asdict(autoscaling.goals(engine)) | {"log_level": log_level},
+        ),
+    )
 
 
-def _replicas(model: ModelDeployment, num_ingresses: int, log_level: str) -> serve.Application:
+def _replicas(model: ModelDeployment, num_ingresses: int, log_level: str, router: str) -> serve.Application:
     actor_options: dict[str, Any] = {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus}
     if model.resources:
         actor_options["resources"] = model.resources
     if labels := node_labels(model):
         actor_options["label_selector"] = labels
     engine = model.engine_config()
+    scaling = None if model.autoscaling is None else autoscaling_config(model.autoscaling, engine, log_level)
     deployment = serve.deployment(
         name=model.deployment_name,
-        **_number_of_replicas(model, num_ingresses),
+        num_replicas=None if scaling else model.num_replicas,
+        autoscaling_config=scaling,
         max_ongoing_requests=model.ongoing_limit,
         ray_actor_options=actor_options,
         health_check_period_s=model.health_check_period_s,
@@ -93,9 +102,8 @@ def _replicas(model: ModelDeployment, num_ingresses: int, log_level: str) -> ser
         graceful_shutdown_wait_loop_s=0.5,
         # A line for each call would say again what the ingress's line says.
         logging_config=LoggingConfig(log_level=log_level, enable_access_log=False),
-        # By its import path: Ray pickles the class that it finds there by value.
         request_router_config=RequestRouterConfig(
-            request_router_class="app.router.router:PrefixCacheRouter",  # type: ignore[arg-type]
+            request_router_class=router,  # type: ignore[arg-type]
             request_router_kwargs=asdict(
                 RoutingSettings(engine.block_size, model.max_queued_requests, num_ingresses=num_ingresses)
             ),

@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
 
 from app.admission import StartEstimate
+from app.autoscaling_stats import Counts, StatsRecorder
 from app.ingress_session import IngressSession, PromptCall
 from app.logs import log_through_serve
 from app.metrics import collect_families
@@ -93,6 +94,7 @@ class LLMReplica:
         )
         for reason in ("queue_full", "queue_wait"):
             self._refused.labels(reason)
+        self._stats = StatsRecorder()
         self._sessions: dict[str, IngressSession] = {}
         self._session_opened = asyncio.Condition()
         self._kv_seq = 0
@@ -207,6 +209,10 @@ class LLMReplica:
         return collect_families(self._core.registry)
 
     # ---- called by Serve ----
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaling policy reads. Ray asks only where there is one."""
+        return self._stats.record(time.monotonic(), self._core.load(), Counts.of(self._core.registry))
 
     def check_health(self) -> None:
         """Raises where the engine does nothing more."""

@@ -33,6 +33,16 @@ USES_PER_REPLICA = 64
 CHURN_WEIGHT = 0.5
 """How much dearer new blocks are where a cache takes in twice as many as the others: what it holds is lost sooner."""
 
+LEAST_CHURN = 0.8
+"""A cache that takes in less than this share of the mean counts as if it took in so much, or prompts would queue for a
+replica that has just started while others have nothing to do."""
+
+WORTHY_HITS = 0.25
+"""Where a smaller share of the prompts' tokens is found anywhere, what caches hold is worth less, and churn with it."""
+
+HITS_MEMORY = 512
+"""Choices over which that share is taken."""
+
 SEQUENCE_TOKENS = 2.0
 """What a request counts, running or waiting, beside its queued tokens: its decoding takes a part of each step."""
 
@@ -115,6 +125,7 @@ class Churn:
         self._stored: dict[int, float] = {}
         self._unit = 1.0
         self._total = 0.0
+        self._num_tokens = self._num_found = 0.0
 
     def note(self, replica: int, num_stored: int, num_blocks_of_all: int) -> None:
         """A replica has stored so many blocks; all together have room for so many."""
@@ -126,17 +137,24 @@ class Churn:
             self._stored = {each: stored / self._unit for each, stored in self._stored.items()}
             self._total, self._unit = sum(self._stored.values()), 1.0
 
+    def note_prompt(self, num_tokens: int, num_found: int) -> None:
+        """A prompt came, of which some replica has so many tokens."""
+        kept = 1.0 - 1.0 / HITS_MEMORY
+        self._num_tokens = self._num_tokens * kept + num_tokens
+        self._num_found = self._num_found * kept + num_found
+
     def factors(self, num_replicas: int) -> Callable[[int], float]:
-        """What new blocks cost on a replica: 1 at the mean churn, less from half of it on, more up to twice it."""
-        if not self._total:
+        """What new blocks cost on a replica: 1 at the mean churn, a little less below it, more up to twice it."""
+        if not self._total or not self._num_found:
             return lambda _: 1.0
         stored, scale = self._stored.get, num_replicas / self._total
+        weight = CHURN_WEIGHT * min(1.0, self._num_found / self._num_tokens / WORTHY_HITS)
 
         def factor(replica: int) -> float:
             ratio = stored(replica, 0.0) * scale
-            if ratio < 0.5:
-                return 1.0 - 0.5 * CHURN_WEIGHT
-            return 1.0 + CHURN_WEIGHT * ((ratio if ratio < 2.0 else 2.0) - 1.0)
+            if ratio < LEAST_CHURN:
+                ratio = LEAST_CHURN
+            return 1.0 + weight * ((ratio if ratio < 2.0 else 2.0) - 1.0)
 
         return factor
 

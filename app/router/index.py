@@ -319,6 +319,7 @@ class ReplicaIndex:
         copy_weight = size * self._uses.copy_weight(prefix, num_copies, len(states))
         new_to_all = UNCACHED_WEIGHT * max(1, call.num_tokens - deepest * size)
         others, full = self.settings.num_ingresses, max(self.settings.max_queued_requests, 1)
+        self._churn.note_prompt(call.num_tokens, deepest * size)
         depth_of, churn = depths.get, self._churn.factors(len(states))
         costs: list[tuple[float, str]] = []
         for replica_id, state in states.items():

@@ -1,6 +1,5 @@
 """What a configuration may say, and what it is told where it may not."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +7,16 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 from ray import serve
-from ray.serve._private.common import DeploymentID
-from ray.serve.autoscaling_policy import _apply_autoscaling_config
-from ray.serve.config import AutoscalingContext
 from ray.serve.schema import ServeDeploySchema
 
-from app.config import CONTROL_CALLS, Access, ApiKey, Autoscaling, Ingress, ModelDeployment, ServiceConfig
+from app.autoscaling import Goals
+from app.autoscaling_config import Autoscaling
+from app.config import CONTROL_CALLS, Access, ApiKey, Ingress, ModelDeployment, ServiceConfig
 from app.main import build
 from app.requirements import KIND
+
+# Ray means to replace the setting by environment variables.
+pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 
 DEMO = Path(__file__).parents[2] / "serve_configs" / "demo.yaml"
 
@@ -68,12 +69,41 @@ def model(**given: Any) -> dict[str, Any]:
         ),
         ({"models": [model(), model()]}, "models", "name 'demo' is used twice"),
         (
-            {"models": [model(autoscaling={"min_replicas": 3, "max_replicas": 2, "target_ongoing_requests": 8})]},
+            {"models": [model(autoscaling={"min_replicas": 3, "max_replicas": 2})]},
             "models.0.autoscaling",
             "max_replicas=2: must be at least min_replicas, which is 3",
         ),
+        ({"models": [model(autoscaling={"max_replicas": 0})]}, "models.0.autoscaling.max_replicas", "equal to 1"),
         (
-            {"models": [model(num_replicas=2, autoscaling={"max_replicas": 4, "target_ongoing_requests": 8})]},
+            {"models": [model(autoscaling={"max_replicas": 2, "ttft_target_s": 0})]},
+            "models.0.autoscaling.ttft_target_s",
+            "greater than 0",
+        ),
+        (
+            {"models": [model(autoscaling={"max_replicas": 2, "target_utilization": 1.5})]},
+            "models.0.autoscaling.target_utilization",
+            "less than or equal to 1",
+        ),
+        (
+            {"models": [model(autoscaling={"max_replicas": 2, "target_ongoing_requests": 8})]},
+            "models.0.autoscaling",
+            "unknown key 'target_ongoing_requests'; how many requests a replica can have is measured; say by ttft",
+        ),
+        (
+            {"models": [model(autoscaling={"max_replicas": 2, "ttft_s": 8})]},
+            "models.0.autoscaling",
+            "unknown key 'ttft_s'; did you mean 'ttft_target_s'?",
+        ),
+        (
+            {
+                "models": [model(autoscaling={"max_replicas": 2, "min_replicas": 0})],
+                "ingress": {"idle_timeout_s": 250},
+            },
+            "",
+            "ingress.idle_timeout_s=250: must be longer than replica_wait_s of model 'demo', which is 300",
+        ),
+        (
+            {"models": [model(num_replicas=2, autoscaling={"max_replicas": 4})]},
             "models.0",
             "num_replicas: autoscaling decides it",
         ),
@@ -143,7 +173,7 @@ def test_the_demo_configuration_is_valid_and_stays_on_this_machine() -> None:
 
 
 def test_an_application_has_a_deployment_for_each_model_and_an_ingress() -> None:
-    autoscaling = {"min_replicas": 2, "max_replicas": 4, "target_ongoing_requests": 8}
+    autoscaling = {"min_replicas": 2, "max_replicas": 4}
     models = [model(), model(name="second/one", num_cpus=2, num_gpus=1, autoscaling=autoscaling)]
     config = ServiceConfig.model_validate({"models": models, "access": {"open": True}, "cluster_autoscales": True})
     application = build(config)
@@ -170,40 +200,28 @@ def test_replicas_are_kept_from_gpus_with_too_little_memory() -> None:
     assert "label_selector" not in replicas_model({"models": [model(num_gpus=1)]}).ray_actor_options
 
 
-@pytest.mark.parametrize("target", [0.5, 1, 48])
-@pytest.mark.parametrize("ingresses", [1, 5])
-@pytest.mark.parametrize("replicas", [1, 2, 8])
-@pytest.mark.parametrize("requests", [0, 1, 7.5, 100])
-def test_autoscaling_follows_requests_and_not_the_streams_of_ingresses(
-    target: float, ingresses: int, replicas: int, requests: float
-) -> None:
-    autoscaling = {
-        "max_replicas": 1000,
-        "target_ongoing_requests": target,
-        "upscale_delay_s": 0,
-        "downscale_delay_s": 0,
-    }
-    deployment = replicas_model({"models": [model(autoscaling=autoscaling)], "ingress": {"num_replicas": ingresses}})
+def test_ray_does_what_the_autoscaling_policy_says_at_once() -> None:
+    autoscaling = {"min_replicas": 0, "max_replicas": 9, "ttft_target_s": 3.0}
+    deployment = replicas_model({"models": [model(autoscaling=autoscaling, engine={"max_num_seqs": 5})]})
     config = deployment._deployment_config.autoscaling_config
-    context = AutoscalingContext(
-        deployment_id=DeploymentID("model-demo"),
-        deployment_name="model-demo",
-        app_name="app",
-        current_num_replicas=replicas,
-        target_num_replicas=replicas,
-        running_replicas=[],
-        # What Ray counts: each replica has a stream to each ingress.
-        total_num_requests=requests + replicas * ingresses,
-        total_queued_requests=0.0,
-        aggregated_metrics=None,
-        raw_metrics=None,
-        capacity_adjusted_min_replicas=1,
-        capacity_adjusted_max_replicas=1000,
-        policy_state={},
-        last_scale_up_time=None,
-        last_scale_down_time=None,
-        current_time=0.0,
-        config=config,
-    )
-    decided, _ = _apply_autoscaling_config(config.policy.get_policy())(context)
-    assert max(1, decided) == max(1, math.ceil(requests / target))
+    assert (config.min_replicas, config.max_replicas) == (0, 9)
+    assert (config.upscale_delay_s, config.downscale_delay_s, config.get_upscaling_factor()) == (0, 0, 1)
+    assert config.look_back_period_s > config.metrics_interval_s, "Ray would drop what it has before more comes"
+    kwargs = dict(config.policy.policy_kwargs)
+    assert kwargs.pop("log_level") == "INFO"
+    goals = Goals(**kwargs)
+    assert (goals.ttft_target_s, goals.max_num_seqs) == (3.0, 5)
+    assert config.policy.get_policy().__name__ == "AutoscalingPolicy"
+
+
+@pytest.mark.parametrize(
+    ("given", "wait_s"),
+    [
+        ({}, 10),
+        ({"autoscaling": {"max_replicas": 2}}, 10),
+        ({"autoscaling": {"max_replicas": 2, "min_replicas": 0}}, 300),
+        ({"autoscaling": {"max_replicas": 2, "min_replicas": 0}, "replica_wait_s": 20}, 20),
+    ],
+)
+def test_requests_wait_longer_where_there_may_be_no_replica(given: dict[str, Any], wait_s: float) -> None:
+    assert ModelDeployment.model_validate(model(**given)).longest_replica_wait_s == wait_s

@@ -62,21 +62,34 @@ def test_uses_are_forgotten() -> None:
 
 def test_new_blocks_are_dearer_where_more_come_in() -> None:
     churn = Churn()
+    churn.note_prompt(100, 50)
     assert churn.factors(2)(1) == 1.0
     for _ in range(100):
         churn.note(1, 30, 1000)
         churn.note(2, 10, 1000)
     factor = churn.factors(2)
-    assert 0.7 < factor(2) < 1.0 < factor(1) < 1.5
+    assert 0.8 < factor(2) < 1.0 < factor(1) < 1.5
     for _ in range(500):
         churn.note(1, 10, 1000)
         churn.note(2, 10, 1000)
     assert churn.factors(2)(1) == pytest.approx(1.0, abs=0.02)
-    assert churn.factors(2)(4) < churn.factors(2)(2), "a replica that has stored nothing"
+    assert 0.8 < churn.factors(2)(4) < churn.factors(2)(2), "a replica that has stored nothing"
+
+
+def test_churn_does_not_count_where_prompts_have_nothing_in_common() -> None:
+    churn = Churn()
+    for _ in range(100):
+        churn.note_prompt(100, 0)
+        churn.note(1, 30, 1000)
+        churn.note(2, 10, 1000)
+    assert churn.factors(2)(1) == churn.factors(2)(2) == 1.0
+    churn.note_prompt(100, 90)
+    assert 1.0 < churn.factors(2)(1) < 1.05
 
 
 def test_churn_stays_finite_for_ever() -> None:
     churn = Churn()
+    churn.note_prompt(100, 50)
     for _ in range(3000):
         churn.note(1, 200, 1000)
         churn.note(2, 100, 1000)

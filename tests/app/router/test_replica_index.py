@@ -157,6 +157,17 @@ def test_a_new_replica_gets_work_at_once() -> None:
     assert fleet.send(prompt("x", 20)) == "n"
 
 
+def test_a_new_replica_is_not_flooded() -> None:
+    fleet = Fleet("abc")
+    for number in range(60):
+        request = prompt(f"old{number}", 20, shared=10)
+        fleet.hold(fleet.send(request), request)
+        fleet.index.end(request.request_id, [request.request_id])
+    fleet.join("n")
+    places = Counter(fleet.send(prompt(f"new{number}", 20)) for number in range(40))
+    assert 8 <= places["n"] <= 15
+
+
 def test_a_slow_replica_gets_less() -> None:
     fleet = Fleet("abcd")
     fast, slow = NO_STEPS, NO_STEPS

@@ -1,0 +1,288 @@
+"""How many replicas a model needs: the autoscaling policy.
+
+`decide` is a pure function of what the replicas report and of the time, so that it runs in Ray Serve's controller and
+on a virtual clock alike. `AutoscalingPolicy` is how Ray calls it.
+
+Each thing that a replica can run out of gives a demand in replicas: how many of them it would keep busy, if they could
+be used to the full. The greatest counts.
+
+- **tokens**: those that requests bring to be computed each second, and those of queued prompts, which are to be worked
+  off within queue_drain_s, over what a replica computes in full steps.
+- **sequences**: requests, running and waiting, over max_num_seqs.
+- **KV blocks**: those that running requests hold and that queued prompts will, over those of a replica.
+- **time per output token**: a step takes a + x, where a is what it takes with hardly anything in it and x goes down
+  with the load. n replicas that take t have n * (t - a) to share; the target has room for target - a on each.
+
+That many replicas, divided by target_utilization, are comfortable. More are started at once when the demand comes near
+to what there is, and then as many as are comfortable; between the two thresholds a load that is steady changes nothing.
+Fewer remain when more were not needed at any moment of downscale_delay_s. Whoever does not report is taken to need what
+there is: it can be a reason to stay, never one to shrink.
+
+First tokens may be late though all of that fits, say where requests come in bursts. Then one replica is added at a time
+for as long as most of the wait is for others.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from app.autoscaling_stats import RATE_WINDOW_S, ReplicaStats
+from engine.step_times import NO_STEPS, pooled
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+logger = logging.getLogger("ray.serve.autoscaling")
+
+STALE_S = 10.0
+"""Reports come every second; one that is older says how a replica was, not how it is."""
+
+FEW_REQUESTS = 2
+"""So many say what a step takes at least."""
+
+ROUNDING = 1e-9
+"""What keeps a whole number of replicas from being rounded up to the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """What is aimed at, and what a replica is given to do it with.
+
+    Attributes:
+        ttft_target_s, tpot_target_s: the time to first token and per output token that are good enough.
+        target_utilization: the share of a replica that is to be used; the rest is for what was not foreseen.
+        queue_drain_s: the time in which queued prompts are to be worked off.
+        downscale_delay_s: how long a replica must not have been needed before it goes.
+        max_num_seqs, max_num_batched_tokens, block_size: the engine's.
+        window_s: of the replicas' rates; latencies are believed only so long after the number of replicas changed.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    ttft_target_s: float
+    tpot_target_s: float
+    target_utilization: float
+    queue_drain_s: float
+    downscale_delay_s: float
+    window_s: float = RATE_WINDOW_S
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The replicas of a model at one time.
+
+    Attributes:
+        target: how many there are to be; some may still be starting.
+        serving: how many take requests.
+        stats: of those that serve, as far as they have ever reported.
+        num_silent: of those that serve, how many have no report or an old one.
+        queued: requests that wait at ingresses, for want of a replica.
+    """
+
+    target: int
+    serving: int
+    stats: Sequence[ReplicaStats]
+    num_silent: int = 0
+    queued: float = 0.0
+    min_replicas: int = 1
+    max_replicas: int = 1
+
+
+class Speed(NamedTuple):
+    """What steps take, as far as it is known. Both are 0 until they are.
+
+    Attributes:
+        full_step_s: one with max_num_batched_tokens.
+        least_step_s: one with hardly anything in it.
+    """
+
+    full_step_s: float = 0.0
+    least_step_s: float = 0.0
+
+
+class State(NamedTuple):
+    """What one decision passes on to the next.
+
+    Attributes:
+        needs: (time, replicas) pairs, both rising towards the front: what was needed at each time and has not been
+            exceeded since; the first is the most in the last downscale_delay_s.
+        serving, since: how many replicas served at the last decision, and since when it has been as many.
+    """
+
+    needs: tuple[tuple[float, int], ...] = ()
+    serving: int = -1
+    since: float = 0.0
+    speed: Speed = Speed()
+
+
+class Demand(NamedTuple):
+    """Of one thing: how many replicas it would keep busy, and the figures behind that."""
+
+    replicas: float
+    reason: str
+
+
+class Decision(NamedTuple):
+    """How many replicas there are to be, for the next decision its state, and why where that is a change."""
+
+    replicas: int
+    state: State
+    reason: str
+
+
+def measured_speed(
+    stats: Sequence[ReplicaStats], max_num_seqs: int, max_num_batched_tokens: int, before: Speed
+) -> Speed:
+    """What the replicas' last steps say, of all of them together, and where they say nothing what was known before.
+
+    A line through steps tells what it takes to compute a prompt only if there were prompts in them: where the average
+    token was computed in a step that is larger than one of decodes alone can be. And its start is what an empty step
+    takes only on a replica with hardly a request: sequences cost what they read as well as what they compute.
+    """
+    full_step_s, least_step_s = before
+    times = pooled(s.step_times for s in stats) if stats else NO_STEPS
+    if times.tokens_squared > max_num_seqs * times.tokens:
+        overhead_s, token_s = times.fit()
+        full_step_s = overhead_s + token_s * max_num_batched_tokens
+    starts_s = [s.step_times.fit()[0] for s in stats if 0 < s.running <= FEW_REQUESTS]
+    return Speed(full_step_s, min((start_s for start_s in [least_step_s, *starts_s] if start_s > 0), default=0.0))
+
+
+def demands(fleet: Fleet, goals: Goals, speed: Speed) -> list[Demand]:
+    """What the load needs of each thing that a replica has."""
+    stats = fleet.stats
+    rate = sum(s.token_rate for s in stats)
+    queued_tokens = sum(s.queued_prefill_tokens for s in stats)
+    tokens = (rate + queued_tokens / goals.queue_drain_s) * speed.full_step_s / goals.max_num_batched_tokens
+
+    # What waits at the ingresses is a mean over seconds: some of it may be in the replicas by now.
+    requests = max(sum(s.requests for s in stats), fleet.queued)
+
+    blocks = sum(
+        (s.kv_blocks_used + s.queued_prefill_tokens / goals.block_size) / s.kv_blocks_total
+        for s in stats
+        if s.kv_blocks_total
+    )
+
+    # A target that even an all but empty step misses is none that more replicas can reach.
+    spare_s = goals.tpot_target_s - speed.least_step_s
+    decoding = [s for s in stats if s.running and s.decoding and s.steps]
+    steps_s = [s.step_seconds / s.steps for s in decoding]
+    excess_s = sum(max(0.0, step_s - speed.least_step_s) for step_s in steps_s)
+    decodes = min(excess_s / spare_s, sum(s.running for s in decoding)) if spare_s > 0 else 0.0
+    return [
+        Demand(
+            tokens, f"tokens: {rate:.0f} a second, {queued_tokens:.0f} queued, {speed.full_step_s:.4f} s a full step"
+        ),
+        Demand(requests / goals.max_num_seqs, f"sequences: {requests:.0f}, {goals.max_num_seqs} a replica"),
+        Demand(blocks, f"KV blocks: {blocks:.2f} replicas full"),
+        Demand(decodes, f"time per output token: {max(steps_s, default=0.0):.4f} s, {goals.tpot_target_s:g} aimed at"),
+    ]
+
+
+def are_late(stats: Sequence[ReplicaStats], ttft_target_s: float) -> bool:
+    """Whether first tokens come later than they should for others' sake: more replicas make no prompt shorter."""
+    with_tokens = [s for s in stats if s.ttft_s > 0]
+    ttft_s = sum(s.ttft_s for s in with_tokens)
+    return ttft_s > ttft_target_s * len(with_tokens) and sum(s.queue_s for s in with_tokens) > ttft_s / 2
+
+
+def decide(fleet: Fleet, goals: Goals, state: State, now: float) -> Decision:
+    """How many replicas there are to be.
+
+    Args:
+        state: of the decision before; `State()` for the first one.
+        now: in seconds, of any clock that is not set back.
+    """
+    low, high = fleet.min_replicas, fleet.max_replicas
+    target = min(max(fleet.target, low), high)
+    since = state.since if fleet.serving == state.serving else now
+
+    speed = measured_speed(fleet.stats, goals.max_num_seqs, goals.max_num_batched_tokens, state.speed)
+    most = max(demands(fleet, goals, speed))
+    is_idle = not fleet.queued and not any(s.active for s in fleet.stats)
+    busy = min(most.replicas / goals.target_utilization - ROUNDING, high)
+    comfortable = 0 if is_idle else max(1, math.ceil(busy))
+    pressed = most.replicas > target * (1 + goals.target_utilization) / 2
+    reason = most.reason
+    if not pressed and are_late(fleet.stats, goals.ttft_target_s):
+        # What has just been added has had no time yet to show.
+        pressed = fleet.serving >= target and now - since >= goals.window_s
+        comfortable = max(comfortable, target + int(pressed))
+        reason = f"time to first token: above {goals.ttft_target_s:g} s"
+
+    needed = min(max(comfortable, low), high)
+    if fleet.num_silent or not state.needs:
+        needed = max(needed, target)
+    needs = [(at, count) for at, count in state.needs if now - at < goals.downscale_delay_s and count > needed]
+    needs.append((now, needed))
+
+    replicas = target
+    if needed > target and pressed:
+        replicas = needed
+    elif needs[0][1] < target:
+        replicas = needs[0][1]
+        reason = f"no more was needed for {goals.downscale_delay_s:g} s"
+    return Decision(replicas, State(tuple(needs), fleet.serving, since, speed), reason)
+
+
+class AutoscalingPolicy:
+    """Calls `decide` for Ray Serve's controller, some ten times a second. Keeps nothing itself.
+
+    Args:
+        log_level: the service's; the controller has one of its own.
+        goals: the fields of Goals.
+    """
+
+    def __init__(self, *, log_level: str, **goals: Any) -> None:
+        self._goals = Goals(**goals)
+        logger.setLevel(log_level)
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """The number of replicas, and the state for the next call. What goes wrong in here changes no number."""
+        try:
+            now = time.time() if context.current_time is None else context.current_time
+            decision = decide(fleet_of(context, now), self._goals, context.policy_state.get("scaling", State()), now)
+        except Exception:
+            if not context.policy_state.get("failed"):
+                logger.exception("autoscaling_failed deployment=%s", context.deployment_name)
+            return context.target_num_replicas, context.policy_state | {"failed": True}
+        if decision.replicas != context.target_num_replicas:
+            logger.info(
+                "autoscaling deployment=%s replicas=%d target=%d reason=%s",
+                context.deployment_name,
+                context.target_num_replicas,
+                decision.replicas,
+                decision.reason,
+            )
+        return decision.replicas, {"scaling": decision.state}
+
+
+def fleet_of(context: AutoscalingContext, now: float) -> Fleet:
+    """What Ray knows of a deployment's replicas."""
+    metrics = context.raw_metrics or {}
+    stats, num_silent = [], 0
+    for replica_id in context.running_replicas:
+        series = {name: metrics.get(name, {}).get(replica_id) for name in ReplicaStats._fields}
+        latest = {name: points[-1] for name, points in series.items() if points}
+        report = ReplicaStats.parse({name: point.value for name, point in latest.items()})
+        if report is not None:
+            stats.append(report)
+        if report is None or now - min(point.timestamp for point in latest.values()) > STALE_S:
+            num_silent += 1
+    queued = context.total_queued_requests or 0.0
+    return Fleet(
+        target=context.target_num_replicas,
+        serving=len(context.running_replicas),
+        stats=stats,
+        num_silent=num_silent,
+        queued=queued if math.isfinite(queued) else 0.0,
+        min_replicas=context.capacity_adjusted_min_replicas,
+        max_replicas=context.capacity_adjusted_max_replicas,
+    )
