@@ -1,8 +1,9 @@
 """What a request would cost on each replica, in prompt tokens.
 
-Its wait there comes first: the tokens that are queued before it. To that comes what it would compute there, at a weight
-above 1: those tokens take the replica's time from all who come after, and their blocks take the place of others in its
-cache. All of it is longer where a replica's steps are.
+Its wait there comes first: the tokens that are queued before it. To that comes what it would compute there though
+another replica has it, at a weight above 1: that takes the replica's time from all who come after, and its blocks take
+the place of others in the cache. What no replica has is to be computed wherever it goes, so that it counts only towards
+spreading such work. All of it is more where a replica's steps take longer.
 
 The weights were found by replaying traces against simulated fleets (`manta bench routing`); of those that do equally
 well the lowest were taken.
@@ -10,18 +11,17 @@ well the lowest were taken.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from engine.outputs import EngineLoad
 from engine.step_times import StepTimes
 
-UNCACHED_WEIGHT = 8.0
-"""What a token that no replica has counts against a queued one, and at most one that another replica has already."""
+COPY_WEIGHT = 10.0
+"""What a token that a replica lacks counts there while another has it, against a queued one."""
 
 LEAST_COPY_WEIGHT = 1.5
-"""What the latter counts at least."""
+"""What it counts at least, for a prefix that is used so much that it needs more copies."""
 
 BUSY_COPY = 0.4
 """A prefix whose every copy is used for this share of what a replica gets is worth another one at a token's own cost;
@@ -30,18 +30,19 @@ for one that is used half as much a copy costs twice that."""
 USES_PER_REPLICA = 64
 """Choices, for each replica, over which the uses of prefixes are counted."""
 
-CHURN_WEIGHT = 0.5
-"""How much dearer new blocks are where a cache takes in twice as many as the others: what it holds is lost sooner."""
+SPREAD_WEIGHT = 2.0
+"""What each token of a prompt counts on a replica that was lately sent as much to compute as the mean, in proportion to
+what it was sent. Caches then turn over equally fast, and several ingresses do not all run to one replica."""
 
-LEAST_CHURN = 0.8
-"""A cache that takes in less than this share of the mean counts as if it took in so much, or prompts would queue for a
-replica that has just started while others have nothing to do."""
+LEAST_SENT, MOST_SENT = 0.5, 2.0
+"""Bounds of that, or prompts would queue for a replica that has just started while others have nothing to do."""
 
-WORTHY_HITS = 0.25
-"""Where a smaller share of the prompts' tokens is found anywhere, what caches hold is worth less, and churn with it."""
+MEMORY_PER_REPLICA = 16
+"""Choices, for each replica, over which it is counted what was sent."""
 
-HITS_MEMORY = 512
-"""Choices over which that share is taken."""
+OTHERS_SHARE = 0.3
+"""What each other ingress is taken to have sent a replica unseen, against what this one has: they choose alike, but
+their requests do not come at the same moments."""
 
 SEQUENCE_TOKENS = 2.0
 """What a request counts, running or waiting, beside its queued tokens: its decoding takes a part of each step."""
@@ -109,54 +110,35 @@ class PrefixUses:
             if not self._uses[old]:
                 del self._uses[old]
         if prefix is None or not before:
-            return UNCACHED_WEIGHT
+            return COPY_WEIGHT
         share = before / (USES_PER_REPLICA * num_copies)
-        return min(UNCACHED_WEIGHT, max(LEAST_COPY_WEIGHT, BUSY_COPY / share))
+        return min(COPY_WEIGHT, max(LEAST_COPY_WEIGHT, BUSY_COPY / share))
 
 
-class Churn:
-    """How many blocks each cache has taken in lately, against the others.
+class SentWork:
+    """The tokens that this process sent each replica to compute lately.
 
-    What was taken in counts e times less once all caches together have taken in as many blocks as they hold: by then
-    most of it is gone.
+    A choice counts e times less after MEMORY_PER_REPLICA others for each replica.
     """
 
     def __init__(self) -> None:
-        self._stored: dict[int, float] = {}
+        self._sent: dict[int, float] = {}
         self._unit = 1.0
-        self._total = 0.0
-        self._num_tokens = self._num_found = 0.0
 
-    def note(self, replica: int, num_stored: int, num_blocks_of_all: int) -> None:
-        """A replica has stored so many blocks; all together have room for so many."""
-        amount = num_stored * self._unit
-        self._stored[replica] = self._stored.get(replica, 0.0) + amount
-        self._total += amount
-        self._unit *= math.exp(num_stored / max(1, num_blocks_of_all))
+    def note(self, replica: int, num_tokens: int, num_replicas: int) -> None:
+        """A choice was made."""
+        # A growing unit instead of old sums that shrink: a choice changes one entry.
+        self._unit *= 1.0 + 1.0 / (MEMORY_PER_REPLICA * num_replicas)
         if self._unit > 1e100:
-            self._stored = {each: stored / self._unit for each, stored in self._stored.items()}
-            self._total, self._unit = sum(self._stored.values()), 1.0
+            self._sent = {each: sent / self._unit for each, sent in self._sent.items()}
+            self._unit = 1.0
+        self._sent[replica] = self._sent.get(replica, 0.0) + num_tokens * self._unit
 
-    def note_prompt(self, num_tokens: int, num_found: int) -> None:
-        """A prompt came, of which some replica has so many tokens."""
-        kept = 1.0 - 1.0 / HITS_MEMORY
-        self._num_tokens = self._num_tokens * kept + num_tokens
-        self._num_found = self._num_found * kept + num_found
-
-    def factors(self, num_replicas: int) -> Callable[[int], float]:
-        """What new blocks cost on a replica: 1 at the mean churn, a little less below it, more up to twice it."""
-        if not self._total or not self._num_found:
-            return lambda _: 1.0
-        stored, scale = self._stored.get, num_replicas / self._total
-        weight = CHURN_WEIGHT * min(1.0, self._num_found / self._num_tokens / WORTHY_HITS)
-
-        def factor(replica: int) -> float:
-            ratio = stored(replica, 0.0) * scale
-            if ratio < LEAST_CHURN:
-                ratio = LEAST_CHURN
-            return 1.0 + weight * ((ratio if ratio < 2.0 else 2.0) - 1.0)
-
-        return factor
+    def shares(self, replicas: Sequence[int]) -> list[float]:
+        """Of each replica against their mean, within LEAST_SENT and MOST_SENT."""
+        sent = [self._sent.get(replica, 0.0) for replica in replicas]
+        scale = len(sent) / (sum(sent) or 1.0)
+        return [min(max(each * scale, LEAST_SENT), MOST_SENT) for each in sent]
 
     def drop(self, replica: int) -> None:
-        self._total -= self._stored.pop(replica, 0.0)
+        self._sent.pop(replica, None)

@@ -19,7 +19,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from app.router.cost import SEQUENCE_TOKENS, UNCACHED_WEIGHT, Churn, PrefixUses, load_cost, slowness
+from app.router.cost import (
+    OTHERS_SHARE,
+    SEQUENCE_TOKENS,
+    SPREAD_WEIGHT,
+    PrefixUses,
+    SentWork,
+    load_cost,
+    slowness,
+)
 from app.router.prefixes import CachedBlocks, PrefixIndex
 from app.transport import StreamItem
 from engine.kv_cache.events import BlockStored
@@ -134,9 +142,8 @@ class ReplicaIndex:
         self._listeners: list[Callable[[], None]] = []
         self._has_failed = False
         self._uses = PrefixUses()
-        self._churn = Churn()
+        self._sent = SentWork()
         self._fleet_times = NO_STEPS
-        self._fleet_blocks = 0
         self._reports_to_pool = 0
 
     # ---- called by the router, on its thread ----
@@ -171,6 +178,7 @@ class ReplicaIndex:
             self._has_failed = True
             depths, order = {}, self._by_load(states)
         first = states[order[0]]
+        self._sent.note(first.bit, call.num_tokens - depths.get(first.bit, 0) * self.settings.block_size, len(states))
         self._send(call, order[0], first, depths.get(first.bit, 0))
         return order
 
@@ -222,9 +230,6 @@ class ReplicaIndex:
             if (call := self._calls.get(call_id)) is not None:
                 self._known.append(call)
         self._record_load(state, item.load)
-        num_stored = sum(len(event.block_hashes) for event in item.kv_events if isinstance(event, BlockStored))
-        if num_stored:
-            self._churn.note(state.bit, num_stored, self._fleet_blocks)
         return gap
 
     def refuse(self, call_id: str) -> bool:
@@ -270,7 +275,7 @@ class ReplicaIndex:
         """Forgets a replica that takes no more requests, and what it held."""
         if replica_id not in self.members and (state := self._replicas.pop(replica_id, None)):
             self.prefixes.drop(state.bit)
-            self._churn.drop(state.bit)
+            self._sent.drop(state.bit)
             self._free_bits.append(state.bit)
 
     def restore_blocks(self, replica_id: str, seq: int, stored: Iterable[BlockStored]) -> None:
@@ -294,7 +299,6 @@ class ReplicaIndex:
         if self._reports_to_pool <= 0:
             loads = [each.load for each in list(self._replicas.values()) if each.load is not None]
             self._fleet_times = pooled(each.step_times for each in loads)
-            self._fleet_blocks = sum(each.kv_blocks_total for each in loads)
             self._reports_to_pool = len(loads)
         state.slowness = slowness(load.step_times, self._fleet_times)
 
@@ -310,23 +314,22 @@ class ReplicaIndex:
     def _by_cost(self, call: _Call, states: dict[str, ReplicaState], depths: dict[int, int]) -> list[str]:
         """The cheapest first.
 
-        Where several cost the same, the prompt's hash decides: without other news all ingresses send the same new
-        prefix to the same place, and different ones everywhere.
+        Where several cost the same, the prompt's hash decides: ingresses that know nothing send the same new prefix to
+        the same place, and different ones everywhere.
         """
         size, deepest = self.settings.block_size, max(depths.values(), default=0)
         num_copies = sum(each == deepest for each in depths.values())
         prefix = call.block_hashes[deepest - 1] if deepest else None
         copy_weight = size * self._uses.copy_weight(prefix, num_copies, len(states))
-        new_to_all = UNCACHED_WEIGHT * max(1, call.num_tokens - deepest * size)
-        others, full = self.settings.num_ingresses, max(self.settings.max_queued_requests, 1)
-        self._churn.note_prompt(call.num_tokens, deepest * size)
-        depth_of, churn = depths.get, self._churn.factors(len(states))
+        spread_weight = SPREAD_WEIGHT * call.num_tokens
+        unseen = 1.0 + OTHERS_SHARE * (self.settings.num_ingresses - 1)
+        full = max(self.settings.max_queued_requests, 1)
+        depth_of, sent = depths.get, self._sent.shares([state.bit for state in states.values()])
         costs: list[tuple[float, str]] = []
-        for replica_id, state in states.items():
-            bit = state.bit
-            cost = state.load_cost + churn(bit) * (new_to_all + copy_weight * (deepest - depth_of(bit, 0)))
+        for (replica_id, state), share in zip(states.items(), sent, strict=True):
+            cost = state.load_cost + copy_weight * (deepest - depth_of(state.bit, 0)) + spread_weight * share
             if state.new_requests:
-                cost += others * (state.new_tokens + SEQUENCE_TOKENS * state.new_requests)
+                cost += unseen * (state.new_tokens + SEQUENCE_TOKENS * state.new_requests)
             cost *= state.slowness
             costs.append((cost if state.waiting < full else cost + FULL, replica_id))
         costs.sort()

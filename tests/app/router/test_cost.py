@@ -2,7 +2,17 @@
 
 import pytest
 
-from app.router.cost import LEAST_COPY_WEIGHT, UNCACHED_WEIGHT, USES_PER_REPLICA, Churn, PrefixUses, load_cost, slowness
+from app.router.cost import (
+    COPY_WEIGHT,
+    LEAST_COPY_WEIGHT,
+    LEAST_SENT,
+    MOST_SENT,
+    USES_PER_REPLICA,
+    PrefixUses,
+    SentWork,
+    load_cost,
+    slowness,
+)
 from engine.outputs import EngineLoad
 from engine.step_times import NO_STEPS, StepTimes, pooled
 
@@ -37,8 +47,8 @@ def test_a_replica_without_steps_or_with_few_is_taken_to_be_like_the_others() ->
 
 def test_a_prefix_that_is_used_once_is_not_worth_a_copy() -> None:
     uses = PrefixUses()
-    assert {uses.copy_weight(bytes([number]), 1, 4) for number in range(200)} == {UNCACHED_WEIGHT}
-    assert uses.copy_weight(None, 0, 4) == UNCACHED_WEIGHT
+    assert {uses.copy_weight(bytes([number]), 1, 4) for number in range(200)} == {COPY_WEIGHT}
+    assert uses.copy_weight(None, 0, 4) == COPY_WEIGHT
 
 
 def test_a_prefix_is_worth_copies_until_each_has_its_share_of_the_uses() -> None:
@@ -47,7 +57,7 @@ def test_a_prefix_is_worth_copies_until_each_has_its_share_of_the_uses() -> None
         uses.copy_weight(b"hot", 1, 4)
     weights = [uses.copy_weight(b"hot", copies, 4) for copies in (1, 4, 16, 100)]
     assert weights[0] == weights[1] == LEAST_COPY_WEIGHT
-    assert LEAST_COPY_WEIGHT < weights[2] < weights[3] == UNCACHED_WEIGHT
+    assert LEAST_COPY_WEIGHT < weights[2] < weights[3] == COPY_WEIGHT
 
 
 def test_uses_are_forgotten() -> None:
@@ -56,43 +66,28 @@ def test_uses_are_forgotten() -> None:
         uses.copy_weight(b"old", 1, 2)
     for number in range(2 * USES_PER_REPLICA):
         uses.copy_weight(number.to_bytes(2, "little"), 1, 2)
-    assert uses.copy_weight(b"old", 1, 2) == UNCACHED_WEIGHT
+    assert uses.copy_weight(b"old", 1, 2) == COPY_WEIGHT
     assert len(uses._uses) <= 2 * USES_PER_REPLICA
 
 
-def test_new_blocks_are_dearer_where_more_come_in() -> None:
-    churn = Churn()
-    churn.note_prompt(100, 50)
-    assert churn.factors(2)(1) == 1.0
+def test_what_was_sent_lately_is_told_against_the_mean_and_within_bounds() -> None:
+    sent = SentWork()
+    assert sent.shares([1, 2]) == [LEAST_SENT, LEAST_SENT], "nobody got anything"
     for _ in range(100):
-        churn.note(1, 30, 1000)
-        churn.note(2, 10, 1000)
-    factor = churn.factors(2)
-    assert 0.8 < factor(2) < 1.0 < factor(1) < 1.5
-    for _ in range(500):
-        churn.note(1, 10, 1000)
-        churn.note(2, 10, 1000)
-    assert churn.factors(2)(1) == pytest.approx(1.0, abs=0.02)
-    assert 0.8 < churn.factors(2)(4) < churn.factors(2)(2), "a replica that has stored nothing"
-
-
-def test_churn_does_not_count_where_prompts_have_nothing_in_common() -> None:
-    churn = Churn()
+        sent.note(1, 300, 2)
+        sent.note(2, 200, 2)
+    assert sent.shares([1, 2]) == pytest.approx([1.2, 0.8], abs=0.02)
+    assert sent.shares([1, 2, 4])[2] == LEAST_SENT, "one that has just come"
     for _ in range(100):
-        churn.note_prompt(100, 0)
-        churn.note(1, 30, 1000)
-        churn.note(2, 10, 1000)
-    assert churn.factors(2)(1) == churn.factors(2)(2) == 1.0
-    churn.note_prompt(100, 90)
-    assert 1.0 < churn.factors(2)(1) < 1.05
+        sent.note(2, 200, 2)
+    assert sent.shares([1, 2, 4, 8, 16]) == [LEAST_SENT, MOST_SENT, LEAST_SENT, LEAST_SENT, LEAST_SENT]
 
 
-def test_churn_stays_finite_for_ever() -> None:
-    churn = Churn()
-    churn.note_prompt(100, 50)
-    for _ in range(3000):
-        churn.note(1, 200, 1000)
-        churn.note(2, 100, 1000)
-    assert churn.factors(2)(1) == pytest.approx(1.0 + 0.5 / 3, abs=0.05)
-    churn.drop(1)
-    assert churn.factors(1)(2) == pytest.approx(1.0)
+def test_what_was_sent_stays_finite_for_ever() -> None:
+    sent = SentWork()
+    for _ in range(5000):
+        sent.note(1, 300, 2)
+        sent.note(2, 200, 2)
+    assert sent.shares([1, 2]) == pytest.approx([1.2, 0.8], abs=0.02)
+    sent.drop(1)
+    assert sent.shares([1, 2]) == pytest.approx([LEAST_SENT, MOST_SENT])

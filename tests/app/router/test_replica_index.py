@@ -202,11 +202,11 @@ def test_sequences_that_decode_and_full_kv_blocks_make_a_replica_dearer() -> Non
 
 def test_what_a_load_counts_already_is_not_counted_twice() -> None:
     fleet = Fleet("ab")
-    first = fleet.send(prompt("x", 50))
-    second = {"a": "b", "b": "a"}[first]
+    first, second = (fleet.send(prompt(name, 50)) for name in "xy")
     fleet.say(first, load(running=1, queued=16), known=("x",))
-    fleet.say(second, load(running=1, queued=400))
-    assert fleet.send(prompt("y", 50)) == first
+    fleet.say(second, load(running=1, queued=900), known=("y",))
+    assert fleet.send(prompt("z", 50)) == first
+    assert [fleet.index._replicas[name].new_tokens for name in (first, second)] == [50 * SIZE, 0]
 
 
 @pytest.mark.parametrize("how", ["first token", "end", "refusal"])
