@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TRITON := 3.9.0
 
-.PHONY: setup serve test lint format faults bench-peers bench-serve
+.PHONY: setup serve test lint format faults bench-peers bench-serve bench-routing
 
 setup: $(INSTALLED)
 
@@ -54,3 +54,7 @@ bench-peers: setup
 # The demo service over HTTP beside its own engine; BESIDE="manta-haproxy vllm" adds Ray Serve's other ways, or vLLM's server.
 bench-serve: setup
 	$(BIN)/python -m tests.perf.serve $(if $(JSON),--json $(JSON)) $(if $(BESIDE),--beside $(BESIDE))
+
+# A trace over HTTP against real replicas, once with each router; `manta bench routing` simulates the same.
+bench-routing: setup
+	@RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m tests.perf.routing.replay $(if $(JSON),--json $(JSON))

@@ -10,8 +10,8 @@ be used to the full. The greatest counts.
   off within queue_drain_s, over what a replica computes in full steps.
 - **sequences**: requests, running and waiting, over max_num_seqs.
 - **KV blocks**: those that running requests hold and that queued prompts will, over those of a replica.
-- **time per output token**: a step takes a + x, where a is what it takes with hardly anything in it and x goes down
-  with the load. n replicas that take t have n * (t - a) to share; the target has room for target - a on each.
+- **time per output token**: a step takes a + w * its tokens, where a is what it takes with hardly anything in it. Steps
+  that take the target have the share 1 - a / target of their time for tokens; all tokens of a second take rate * w.
 
 That many replicas, divided by target_utilization, are comfortable. More are started at once when the demand comes near
 to what there is, and then as many as are comfortable; between the two thresholds a load that is steady changes nothing.
@@ -170,12 +170,9 @@ def demands(fleet: Fleet, goals: Goals, speed: Speed) -> list[Demand]:
         if s.kv_blocks_total
     )
 
-    # A target that even an all but empty step misses is none that more replicas can reach.
-    spare_s = goals.tpot_target_s - speed.least_step_s
     decoding = [s for s in stats if s.running and s.decoding and s.steps]
     steps_s = [s.step_seconds / s.steps for s in decoding]
-    excess_s = sum(max(0.0, step_s - speed.least_step_s) for step_s in steps_s)
-    decodes = min(excess_s / spare_s, sum(s.running for s in decoding)) if spare_s > 0 else 0.0
+    decodes = min(_decode_demand(stats, steps_s, rate, goals, speed), sum(s.running for s in decoding))
     return [
         Demand(
             tokens, f"tokens: {rate:.0f} a second, {queued_tokens:.0f} queued, {speed.full_step_s:.4f} s a full step"
@@ -184,6 +181,24 @@ def demands(fleet: Fleet, goals: Goals, speed: Speed) -> list[Demand]:
         Demand(blocks, f"KV blocks: {blocks:.2f} replicas full"),
         Demand(decodes, f"time per output token: {max(steps_s, default=0.0):.4f} s, {goals.tpot_target_s:g} aimed at"),
     ]
+
+
+def _decode_demand(
+    stats: Sequence[ReplicaStats], steps_s: Sequence[float], rate: float, goals: Goals, speed: Speed
+) -> float:
+    """Replicas that compute all tokens in steps of tpot_target_s.
+
+    Such a step has tpot_target_s - least_step_s for its tokens. As long as that is not known of a step with hardly
+    anything in it, all of a step's time is taken to be its tokens'.
+    """
+    if not speed.least_step_s:
+        return sum(steps_s) / goals.tpot_target_s
+    share = 1.0 - speed.least_step_s / goals.tpot_target_s
+    times = pooled(s.step_times for s in stats)
+    if share <= 0 or not steps_s or not times.tokens:
+        return 0.0  # a target that even an all but empty step misses is none that more replicas can reach
+    token_s = max(0.0, times.seconds - speed.least_step_s * times.steps) / times.tokens
+    return rate * token_s / share
 
 
 def are_late(stats: Sequence[ReplicaStats], ttft_target_s: float) -> bool:

@@ -7,8 +7,12 @@ import shutil
 from pathlib import Path
 
 
-def write_tiny_model(demo_folder: Path, folder: Path) -> None:
-    """A two-layer model's config beside the demo's tokenizer; load it with `load_format="dummy"`."""
+def write_tiny_model(demo_folder: Path, folder: Path, **sizes: int) -> None:
+    """A two-layer model's config beside the demo's tokenizer; load it with `load_format="dummy"`.
+
+    Args:
+        sizes: entries of the config in place of those here.
+    """
     for path in demo_folder.iterdir():
         if path.suffix != ".safetensors" and path.name != "config.json":
             shutil.copy(path, folder)
@@ -22,4 +26,5 @@ def write_tiny_model(demo_folder: Path, folder: Path) -> None:
         head_dim=16,
         max_position_embeddings=512,
     )
+    config.update(sizes)
     (folder / "config.json").write_text(json.dumps(config))

@@ -46,6 +46,7 @@ class Answer:
         token_times: when each event arrived that brought tokens, one or several.
         ended_at: when the stream ended, or failed.
         failure: why the answer does not count; None where it does.
+        cached_tokens: of the prompt, that the service says it had in a cache.
     """
 
     sent_at: float
@@ -54,6 +55,7 @@ class Answer:
     prompt_tokens: int = 0
     output_tokens: int = 0
     failure: str | None = None
+    cached_tokens: int = 0
 
 
 class StreamReader:
@@ -91,6 +93,7 @@ class StreamReader:
             prompt_tokens=self._usage.get("prompt_tokens", 0),
             output_tokens=self._usage.get("completion_tokens", len(self.token_times)),
             failure=failure,
+            cached_tokens=(self._usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
         )
 
     def _event(self, data: bytes, now: float) -> None:

@@ -91,6 +91,46 @@ def plot_parts(path: Path, title: str, unit: str, bars: Mapping[str, Mapping[str
     _save(figure, path)
 
 
+def plot_routing(
+    path: Path, title: str, ratios: Mapping[str, float], ideal: float, times_ms: Mapping[str, Sequence[float]]
+) -> None:
+    """Each router's hit ratio beside the ideal one, and how many of its requests had their first token by when."""
+    figure, (bars, lines) = _figure(2, title)
+    bars.barh(list(ratios), list(ratios.values()))
+    bars.axvline(ideal, color="black", linestyle="--", linewidth=1, label="ideal")
+    bars.invert_yaxis()
+    bars.set_xlabel("prefix hit ratio")
+    bars.legend(loc="best", fontsize="small")
+    for name, times in times_ms.items():
+        shares = [100 * rank / len(times) for rank in range(1, len(times) + 1)]
+        lines.step(sorted(times), shares, where="post", linewidth=1, label=name)
+    lines.set_xscale("log")
+    lines.set_xlabel("time to first token, ms")
+    lines.set_ylabel("% of requests")
+    lines.grid(linewidth=0.3)
+    lines.legend(loc="best", fontsize="small")
+    _save(figure, path)
+
+
+def plot_replicas(
+    path: Path,
+    title: str,
+    demand: tuple[Sequence[float], Sequence[float]],
+    series: Mapping[str, tuple[Sequence[float], Sequence[int]]],
+) -> None:
+    """One panel for each policy: how many replicas there are, over seconds, beside how many have enough to do."""
+    figure, axes = _figure(len(series), title)
+    most = max(*demand[1], *(count for _, counts in series.values() for count in counts))
+    for axis, (name, (seconds, counts)) in zip(axes, series.items(), strict=True):
+        axis.plot(*demand, color="grey", linewidth=1, label="busy, if nothing were cached")
+        axis.step(seconds, counts, where="post", linewidth=1, label=name)
+        axis.set_ylabel("replicas")
+        axis.set_ylim(0, most + 1)
+        axis.legend(loc="lower right", fontsize="small")
+    axes[-1].set_xlabel("seconds")
+    _save(figure, path)
+
+
 def _figure(panels: int, title: str) -> tuple[Any, Sequence[Any]]:
     from matplotlib.figure import Figure
 

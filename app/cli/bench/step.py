@@ -34,10 +34,11 @@ def step(
     is no model, sampling chooses among 64 tokens. max_num_seqs and num_kv_blocks are set to what is measured; other
     options not named here are arguments of the engine.
 
-    --json: an object with command, version, machine, settings, roofline, and two lists: bookkeeping (running, context,
+    --json: an object with command, version, machine, settings, roofline, and lists: bookkeeping (running, context,
     waiting, blocks) and engine (running, context, efficiency), each entry with phases_ms (a phase to its mean, p10 …
     p99 in milliseconds; bookkeeping is schedule, inputs and update together, total is the step). Efficiency is that
-    of the median step.
+    of the median step. And steps, all that the engine made, those with prompts too, each with tokens, keys (that its
+    requests see) and seconds, which `manta bench routing --fit` takes.
     """
     with checked((json, profile), plot):
         counts = positive_numbers("running", running)
@@ -61,13 +62,15 @@ def step(
             for pool in pools
         ]
         show_phases("Bookkeeping, without a model: median ms", ("running", "context", "waiting", "blocks"), bookkeeping)
-        measured, machine, trace = engine_steps(
+        measured, machine, steps, trace = engine_steps(
             config, model_config, machine, counts, contexts, warmup=warmup, steps=num_iters
         )
         show_phases("The engine: median ms", ("running", "context"), measured)
         near = {f"{each['running']} requests of {each['context']}": each["efficiency"] for each in measured}
         show_efficiency(machine, near)
-        write_json(json, "step", ctx.params, config, machine, {"bookkeeping": bookkeeping, "engine": measured})
+        sizes = [{"tokens": each.num_tokens, "keys": each.num_keys, "seconds": each.seconds} for each in steps]
+        result = {"bookkeeping": bookkeeping, "engine": measured, "steps": sizes}
+        write_json(json, "step", ctx.params, config, machine, result)
         if profile is not None:
             profile.write_text(json_format.dumps(trace), encoding="utf-8")
         if plot is not None:

@@ -55,8 +55,9 @@ def engine_steps(
     *,
     warmup: int,
     steps: int,
-) -> tuple[list[dict[str, Any]], Machine, dict[str, Any]]:
-    """Phases of the model's steps, the machine as it was at its best before and after them, and the trace of all.
+) -> tuple[list[dict[str, Any]], Machine, list[StepRecord], dict[str, Any]]:
+    """Phases of the model's steps, the machine as it was at its best before and after them, and a list and a trace of
+    all steps, those with prompts included.
 
     Raises:
         InvalidParameter: see LLM; or the model's context is too short.
@@ -86,7 +87,7 @@ def engine_steps(
         {**kind, "phases_ms": _phases(run), "efficiency": reached_at_median(model_config, machine, run)}
         for kind, run in runs
     ]
-    return results, machine, profiler.chrome_trace()
+    return results, machine, profiler.steps, profiler.chrome_trace()
 
 
 def reached_at_median(model: ModelConfig, machine: Machine, steps: Sequence[StepRecord]) -> dict[str, float]:

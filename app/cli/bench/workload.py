@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from app.traces import TraceRequest, json_lines, read_trace
 from engine.sampling_params import InvalidParameter
 from engine.tokenizer import Tokenizer
 
@@ -71,7 +69,7 @@ def file_prompts(path: Path, count: int | None) -> list[FilePrompt]:
         InvalidParameter: a row is neither {"prompt": text} nor {"turns": [text, …]}, or there are none.
     """
     prompts = []
-    for number, row in islice(_json_lines(path), count):
+    for number, row in islice(json_lines(path), count):
         turns = row.get("turns")
         text = turns[0] if isinstance(turns, list) and turns else row.get("prompt")
         if not isinstance(text, str):
@@ -96,6 +94,16 @@ def file_items(path: Path, count: int | None, output_len: int, tokenizer: Tokeni
     return items
 
 
+def trace_requests(path: Path, count: int | None) -> list[TraceRequest]:
+    """The first requests of a trace.
+
+    Raises:
+        InvalidParameter: see `read_trace`; or there are none.
+        OSError: the file cannot be read.
+    """
+    return _some(list(islice(read_trace(path), count)), "trace", path)
+
+
 def trace_items(path: Path, count: int | None, *, vocab_size: int, seed: int) -> list[Item]:
     """The first requests of a trace, with random tokens.
 
@@ -106,8 +114,15 @@ def trace_items(path: Path, count: int | None, *, vocab_size: int, seed: int) ->
     Raises:
         InvalidParameter: a line is not what the format says, or there are none.
     """
-    read = _azure if path.suffix == ".csv" else _mooncake
-    return _some(list(islice(read(path, vocab_size, seed), count)), "trace", path)
+    rng = np.random.default_rng(seed)
+
+    def item(request: TraceRequest) -> Item:
+        if request.hash_ids is not None:
+            return _mooncake(request, request.hash_ids, vocab_size, seed)
+        tokens = rng.integers(0, vocab_size, request.prompt_len).tolist()
+        return Item(tuple(tokens), request.output_len, request.arrival_s)
+
+    return [item(request) for request in trace_requests(path, count)]
 
 
 def made_up_items(
@@ -147,49 +162,11 @@ def fitted(items: Sequence[Item], max_model_len: int) -> tuple[list[Item], int]:
     return result, sum(before != after for before, after in zip(items, result, strict=True))
 
 
-def _mooncake(path: Path, vocab_size: int, seed: int) -> Iterator[Item]:
-    for number, row in _json_lines(path):
-        try:
-            blocks = [
-                np.random.default_rng((seed, int(each))).integers(0, vocab_size, REPLAY_BLOCK)
-                for each in row["hash_ids"]
-            ]
-            length = max(round(int(row["input_length"]) * REPLAY_BLOCK / MOONCAKE_BLOCK), 1)
-            tokens = np.concatenate(blocks)[:length]
-            output_len, arrival = max(int(row["output_length"]), 1), float(row["timestamp"]) / 1000
-        except (KeyError, TypeError, ValueError):
-            raise InvalidParameter("trace", f"{path}, line {number}: is no request of a Mooncake trace") from None
-        yield Item(tuple(tokens.tolist()), output_len, arrival)
-
-
-def _azure(path: Path, vocab_size: int, seed: int) -> Iterator[Item]:
-    rng = np.random.default_rng(seed)
-    first: datetime | None = None
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        for number, row in enumerate(csv.DictReader(file), 2):
-            try:
-                # Its fractions have seven digits, one more than Python reads.
-                time = datetime.fromisoformat(row["TIMESTAMP"][:26])
-                length, output_len = int(row["ContextTokens"]), max(int(row["GeneratedTokens"]), 1)
-            except (KeyError, TypeError, ValueError):
-                raise InvalidParameter("trace", f"{path}, line {number}: is no request of an Azure trace") from None
-            first = first or time
-            tokens = rng.integers(0, vocab_size, max(length, 1)).tolist()
-            yield Item(tuple(tokens), output_len, (time - first).total_seconds())
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise InvalidParameter("file", f"{path}, line {number}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise InvalidParameter("file", f"{path}, line {number}: must be an object")
-            yield number, row
+def _mooncake(request: TraceRequest, hash_ids: Sequence[int], vocab_size: int, seed: int) -> Item:
+    blocks = [np.random.default_rng((seed, each)).integers(0, vocab_size, REPLAY_BLOCK) for each in hash_ids]
+    length = max(round(request.prompt_len * REPLAY_BLOCK / MOONCAKE_BLOCK), 1)
+    tokens = np.concatenate(blocks)[:length].tolist()
+    return Item(tuple(tokens), request.output_len, request.arrival_s)
 
 
 def _some(items: list[T], name: str, path: Path) -> list[T]:

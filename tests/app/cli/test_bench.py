@@ -353,6 +353,10 @@ def test_step_splits_bookkeeping_and_model(tiny_folder: Path, tmp_path: Path, sm
     ]
     assert set(requests) == {1, 3}
     assert requests.count(3) >= 4
+    # Those with prompts, of 20 tokens or a few less, are among them: `manta bench routing --fit` needs both.
+    assert {1, 3, 20} < {each["tokens"] for each in content["steps"]}
+    assert all(each["keys"] >= each["tokens"] and each["seconds"] > 0 for each in content["steps"])
+    assert len(content["steps"]) == len(requests)
 
 
 def test_startup_is_split_into_phases(tiny_folder: Path, tmp_path: Path, small: None) -> None:

@@ -85,6 +85,12 @@ def test_events_are_counted_where_a_service_does_not_tell_usage() -> None:
     assert (answer.failure, answer.output_tokens) == (None, 2)
 
 
+@pytest.mark.parametrize(("details", "cached"), [({"cached_tokens": 4}, 4), ({}, 0), (None, 0)])
+def test_cached_tokens_are_those_that_a_service_tells(details: dict[str, int] | None, cached: int) -> None:
+    usage = event(choices=[], usage={"prompt_tokens": 5, "prompt_tokens_details": details})
+    assert read(*ANSWER[:2], usage).answer(0, 2).cached_tokens == cached
+
+
 @pytest.mark.parametrize(
     ("pieces", "failure"),
     [
