@@ -161,7 +161,7 @@ class EngineLoad:
     Attributes:
         running, waiting: requests.
         queued_prefill_tokens: prompt tokens that waiting and running requests still have to compute, without those
-            that the prefix cache had when the request came.
+            that the prefix cache had when the request came; what several have in common counts once.
         kv_blocks_used, kv_blocks_total: blocks that running requests hold, and all there are.
         received: requests that the engine has taken in so far, those that have ended included.
         step_times: of its steps lately.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -118,7 +118,8 @@ class Request:
         num_computed_tokens: tokens whose keys and values are in the KV blocks once the steps in flight have run.
         num_pending_tokens: that steps in flight sample, after those in token_ids. A step that verifies drafts counts
             each of them; which were right is known with its result.
-        num_expected_cached: tokens that the prefix cache had of it when it came.
+        num_expected_cached: tokens of it that the prefix cache had when it came, or requests before it were to compute.
+        claimed_blocks: hashes of the blocks that it is counted on to compute; it has none once it has a token.
         num_cached_tokens: prompt tokens that the prefix cache gave when it first started; -1 until then.
         block_hashes: of its full blocks so far.
         spec_token_ids: drafts to verify in its next step.
@@ -134,6 +135,7 @@ class Request:
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_expected_cached: int = 0
+    claimed_blocks: Sequence[bytes] = ()
     num_cached_tokens: int = -1
     block_hashes: list[bytes] = field(default_factory=list)
     spec_token_ids: list[int] = field(default_factory=list)
@@ -180,7 +182,7 @@ class Request:
 
     @property
     def num_expected_tokens(self) -> int:
-        """To be computed once it starts, if the prefix cache still has what it had."""
+        """To be computed once it starts, if the prefix cache then has what it was expected to have."""
         return len(self.token_ids) - self.num_expected_cached
 
     @property

@@ -56,6 +56,10 @@ PRESSURE_FACTOR = 16.0
 PRIOR_STEPS = 8.0
 """As many average steps count beside those that a replica has made, when its speed is compared with the others'."""
 
+MOST_SLOW = 1.8
+"""Bound of what slowness, from 1 on, does to spreading: below 1 / LEAST_SENT, so that a replica without work gets some at
+last, and shows by its steps whether it is still slow."""
+
 NOISE = 1.25
 """Replicas of one kind differ by less: they are taken to be equal, or all work would go to one that was lucky."""
 
@@ -93,14 +97,12 @@ class PrefixUses:
         self._recent: deque[bytes | None] = deque()
         self._uses: Counter[bytes | None] = Counter()
 
-    def copy_weight(self, prefix: bytes | None, num_copies: int, num_replicas: int) -> float:
-        """Notes a choice; what a token counts on a replica that lacks this prefix while others have it.
+    def note(self, prefix: bytes | None, num_replicas: int) -> None:
+        """A choice is made.
 
         Args:
             prefix: hash of the last block that any replica has of the prompt; None where none has any.
-            num_copies: replicas that have it.
         """
-        before = self._uses[prefix]
         self._uses[prefix] += 1
         self._recent.append(prefix)
         span = USES_PER_REPLICA * num_replicas
@@ -109,9 +111,17 @@ class PrefixUses:
             self._uses[old] -= 1
             if not self._uses[old]:
                 del self._uses[old]
-        if prefix is None or not before:
+
+    def copy_weight(self, prefix: bytes | None, num_copies: int) -> float:
+        """What a token counts on a replica that lacks this prefix while others have it.
+
+        Args:
+            num_copies: replicas that have it.
+        """
+        others = self._uses[prefix] - 1
+        if prefix is None or others <= 0:
             return COPY_WEIGHT
-        share = before / (USES_PER_REPLICA * num_copies)
+        share = others / (USES_PER_REPLICA * num_copies)
         return min(COPY_WEIGHT, max(LEAST_COPY_WEIGHT, BUSY_COPY / share))
 
 

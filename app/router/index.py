@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 from app.router.cost import (
+    MOST_SLOW,
     OTHERS_SHARE,
     SEQUENCE_TOKENS,
     SPREAD_WEIGHT,
@@ -105,6 +106,8 @@ class _Call:
 
     Attributes:
         replica_id: where it was sent; set by the router, cleared by the transport when it was refused there.
+        has_started: it has got a token where it was sent last.
+        is_noted: whether the statistics of choices have it.
         counted_on, coming: where the router counts it as new, and the blocks that it expects there.
     """
 
@@ -114,6 +117,8 @@ class _Call:
     replica_id: str | None = None
     accepted: bool = False
     has_ended: bool = False
+    has_started: bool = False
+    is_noted: bool = False
     refused_by: set[str] = field(default_factory=set)
     counted_on: ReplicaState | None = None
     num_uncached: int = 0
@@ -166,19 +171,23 @@ class ReplicaIndex:
         """
         self._take_in_progress()
         call = self._calls.get(call_id) or _Call(1, 0, (), has_ended=True)
+        self._settle(call)  # Ray asks again where no replica took it
         states = {each: self._state(each) for each in replica_ids if each not in call.refused_by} or {
             each: self._state(each) for each in replica_ids
         }
         try:
             depths = self._depths(call, states.values())
-            order = self._by_cost(call, states, depths)
+            order = self._by_cost(call, states, depths, len(replica_ids))
         except Exception:
             if not self._has_failed:
                 logger.exception("prefix_routing_failed fallback=load; said once")
             self._has_failed = True
             depths, order = {}, self._by_load(states)
         first = states[order[0]]
-        self._sent.note(first.bit, call.num_tokens - depths.get(first.bit, 0) * self.settings.block_size, len(states))
+        if not call.is_noted:
+            num_uncached = call.num_tokens - depths.get(first.bit, 0) * self.settings.block_size
+            self._sent.note(first.bit, num_uncached, len(replica_ids))
+            call.is_noted = True
         self._send(call, order[0], first, depths.get(first.bit, 0))
         return order
 
@@ -224,6 +233,9 @@ class ReplicaIndex:
         for output in item.outputs:
             call = self._unstarted.pop(output.request_id, None)
             if call is not None:
+                call.has_started = True
+                # A block that was found is told by no event, and may have been forgotten here.
+                state.blocks.hold(call.block_hashes[: output.num_cached_tokens // self.settings.block_size])
                 self.prefixes.touch(call.block_hashes)
                 self._started.append(call)
         for call_id in item.known:
@@ -238,7 +250,7 @@ class ReplicaIndex:
         if call is None or call.replica_id is None or not call.accepted:
             return False
         call.refused_by.add(call.replica_id)
-        call.replica_id, call.accepted = None, False
+        call.replica_id, call.accepted, call.has_started = None, False, False
         self._started.append(call)
         return not self.members <= call.refused_by
 
@@ -247,6 +259,7 @@ class ReplicaIndex:
         call = self._calls.pop(call_id, None)
         if call is not None:
             call.has_ended = True
+            self.prefixes.touch(call.block_hashes)
             self._started.append(call)
         for request_id in request_ids:
             self._unstarted.pop(request_id, None)
@@ -275,7 +288,6 @@ class ReplicaIndex:
         """Forgets a replica that takes no more requests, and what it held."""
         if replica_id not in self.members and (state := self._replicas.pop(replica_id, None)):
             self.prefixes.drop(state.bit)
-            self._sent.drop(state.bit)
             self._free_bits.append(state.bit)
 
     def restore_blocks(self, replica_id: str, seq: int, stored: Iterable[BlockStored]) -> None:
@@ -311,7 +323,9 @@ class ReplicaIndex:
             replicas |= state.bit
         return self.prefixes.match(call.block_hashes, replicas)
 
-    def _by_cost(self, call: _Call, states: dict[str, ReplicaState], depths: dict[int, int]) -> list[str]:
+    def _by_cost(
+        self, call: _Call, states: dict[str, ReplicaState], depths: dict[int, int], num_replicas: int
+    ) -> list[str]:
         """The cheapest first.
 
         Where several cost the same, the prompt's hash decides: ingresses that know nothing send the same new prefix to
@@ -320,17 +334,19 @@ class ReplicaIndex:
         size, deepest = self.settings.block_size, max(depths.values(), default=0)
         num_copies = sum(each == deepest for each in depths.values())
         prefix = call.block_hashes[deepest - 1] if deepest else None
-        copy_weight = size * self._uses.copy_weight(prefix, num_copies, len(states))
+        if not call.is_noted:
+            self._uses.note(prefix, num_replicas)
+        copy_weight = size * self._uses.copy_weight(prefix, num_copies)
         spread_weight = SPREAD_WEIGHT * call.num_tokens
         unseen = 1.0 + OTHERS_SHARE * (self.settings.num_ingresses - 1)
         full = max(self.settings.max_queued_requests, 1)
         depth_of, sent = depths.get, self._sent.shares([state.bit for state in states.values()])
         costs: list[tuple[float, str]] = []
         for (replica_id, state), share in zip(states.items(), sent, strict=True):
-            cost = state.load_cost + copy_weight * (deepest - depth_of(state.bit, 0)) + spread_weight * share
+            cost, slow = state.load_cost + copy_weight * (deepest - depth_of(state.bit, 0)), state.slowness
             if state.new_requests:
                 cost += unseen * (state.new_tokens + SEQUENCE_TOKENS * state.new_requests)
-            cost *= state.slowness
+            cost = cost * slow + spread_weight * share * min(max(slow, 1.0), MOST_SLOW)
             costs.append((cost if state.waiting < full else cost + FULL, replica_id))
         costs.sort()
         order = [each[1] for each in costs]
@@ -353,7 +369,7 @@ class ReplicaIndex:
         """
         self._settle(call)
         call.replica_id = replica_id
-        if call.has_ended:
+        if call.has_ended or call.has_started:
             return
         call.counted_on, call.num_uncached = state, max(1, call.num_tokens - depth * self.settings.block_size)
         state.new_requests += call.num_requests
@@ -387,6 +403,7 @@ class ReplicaIndex:
             else:
                 bit = 1 << self._num_bits
                 self._num_bits += 1
+            self._sent.drop(bit)
             salt = _number(sha256(replica_id.encode()).digest())
             state = self._replicas[replica_id] = ReplicaState(bit, salt, self.prefixes.blocks_of(bit))
         return state

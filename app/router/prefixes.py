@@ -15,8 +15,9 @@ class PrefixIndex:
     """For each block, the set of replicas that have it, one bit a replica.
 
     There are two tables. `stored` is what the replicas' KV events say; its size is bounded, and of what was used least
-    recently the tail of a chain goes first, since nothing behind a missing block can be matched. `coming` is what
-    prompts that are on their way to a replica will leave there: each block counts from the decision to send the prompt
+    recently the tail of a chain goes first, since nothing behind a missing block can be matched: chains are put in
+    order when a prompt gets its first token, and when it ends. `coming` is what prompts that are on their way to a
+    replica will leave there: each block counts from the decision to send the prompt
     until its first token, by when the events have said so.
 
     Two threads share it without a lock, each writing one of the tables: that of the transport `stored`, that of the
@@ -112,11 +113,14 @@ class PrefixIndex:
         stored, bit = self._stored, blocks.bit
         for block_hash in reversed(block_hashes):
             stored[block_hash] = stored.get(block_hash, 0) | bit
+            stored.move_to_end(block_hash)
         blocks.hashes.update(block_hashes)
         while len(stored) > self._max_blocks:
             evicted, holders = stored.popitem(last=False)
-            for other, held in list(self._holdings.items()):  # the router's thread may add one
-                if holders & other:
+            while holders:
+                lowest = holders & -holders
+                holders ^= lowest
+                if (held := self._holdings.get(lowest)) is not None:
                     held.hashes.discard(evicted)
 
     def _remove(self, blocks: CachedBlocks, block_hashes: Iterable[bytes]) -> None:
@@ -177,6 +181,11 @@ class CachedBlocks:
                 self._apply_one(event)
         self._held_back = []
         self._awaiting_snapshot = False
+
+    def hold(self, block_hashes: Sequence[bytes]) -> None:
+        """The replica has found these blocks in its cache."""
+        if not self.hashes.issuperset(block_hashes):
+            self._index._store(self, block_hashes)
 
     def forget(self) -> None:
         """Whatever is known is old: the next event asks for a snapshot."""

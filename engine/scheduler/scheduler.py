@@ -83,6 +83,7 @@ class Scheduler:
         self._probation = Probation()
         self._released: list[str] = []
         self._early_outputs: list[EngineOutput] = []
+        self._claimed: set[bytes] = set()
         self._counts = SchedulerCounts()
 
     # ---- requests come and go ----
@@ -104,7 +105,7 @@ class Scheduler:
             self._end_early(request, FinishReason.LENGTH, self._clock())
             return
         self._kv.prepare(request)
-        request.num_expected_cached = len(self._kv.match_prefix(request).blocks) * self._kv.block_size
+        self._claim_blocks(request)
         self._waiting.push(request)
         if spec.deadline is not None:
             self._deadlines.add(spec.deadline, request)
@@ -345,6 +346,7 @@ class Scheduler:
         is_first = bool(new) and request.first_token_at is None
         if is_first:
             request.first_token_at = now
+            self._release_claims(request)
         if stop is not None:
             self._finish_in_update(request, stop.reason, now)
         return EngineOutput(
@@ -357,6 +359,24 @@ class Scheduler:
             request.num_cached_tokens,
             timing_of(request) if is_first or stop else None,
         )
+
+    # ---- blocks to come ----
+
+    def _claim_blocks(self, request: Request) -> None:
+        """Counts on a request for the prompt blocks that nobody before it has or will compute."""
+        limit = request.num_tokens - 1
+        hashes = request.block_hashes[: limit // self._kv.block_size]
+        found = len(self._kv.match_prefix(request).blocks)
+        if not request.owes_prompt_logprobs:
+            while found < len(hashes) and hashes[found] in self._claimed:
+                found += 1
+        request.num_expected_cached = found * self._kv.block_size
+        request.claimed_blocks = [each for each in hashes[found:] if each not in self._claimed]
+        self._claimed.update(request.claimed_blocks)
+
+    def _release_claims(self, request: Request) -> None:
+        self._claimed.difference_update(request.claimed_blocks)
+        request.claimed_blocks = ()
 
     # ---- ends ----
 
@@ -372,6 +392,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.finished_at = now
+        self._release_claims(request)
         self._probation.leave(request)
         del self.requests[request.request_id]
         self.ended.append(request)

@@ -45,28 +45,29 @@ def test_a_replica_without_steps_or_with_few_is_taken_to_be_like_the_others() ->
     assert slowness(NO_STEPS.after(32, 0.02), pooled([steps(1)] * 4)) < 1.5
 
 
-def test_a_prefix_that_is_used_once_is_not_worth_a_copy() -> None:
+def noted(*prefixes: bytes, replicas: int = 4) -> PrefixUses:
     uses = PrefixUses()
-    assert {uses.copy_weight(bytes([number]), 1, 4) for number in range(200)} == {COPY_WEIGHT}
-    assert uses.copy_weight(None, 0, 4) == COPY_WEIGHT
+    for prefix in prefixes:
+        uses.note(prefix, replicas)
+    return uses
+
+
+def test_a_prefix_that_is_used_once_is_not_worth_a_copy() -> None:
+    uses = noted(*(bytes([number]) for number in range(200)))
+    assert {uses.copy_weight(bytes([number]), 1) for number in range(200)} == {COPY_WEIGHT}
+    assert uses.copy_weight(None, 0) == COPY_WEIGHT
 
 
 def test_a_prefix_is_worth_copies_until_each_has_its_share_of_the_uses() -> None:
-    uses = PrefixUses()
-    for _ in range(USES_PER_REPLICA * 4):
-        uses.copy_weight(b"hot", 1, 4)
-    weights = [uses.copy_weight(b"hot", copies, 4) for copies in (1, 4, 16, 100)]
+    uses = noted(*[b"hot"] * USES_PER_REPLICA * 4)
+    weights = [uses.copy_weight(b"hot", copies) for copies in (1, 4, 16, 200)]
     assert weights[0] == weights[1] == LEAST_COPY_WEIGHT
     assert LEAST_COPY_WEIGHT < weights[2] < weights[3] == COPY_WEIGHT
 
 
 def test_uses_are_forgotten() -> None:
-    uses = PrefixUses()
-    for _ in range(100):
-        uses.copy_weight(b"old", 1, 2)
-    for number in range(2 * USES_PER_REPLICA):
-        uses.copy_weight(number.to_bytes(2, "little"), 1, 2)
-    assert uses.copy_weight(b"old", 1, 2) == COPY_WEIGHT
+    uses = noted(*[b"old"] * 100, *(number.to_bytes(2, "little") for number in range(2 * USES_PER_REPLICA)), replicas=2)
+    assert uses.copy_weight(b"old", 1) == COPY_WEIGHT
     assert len(uses._uses) <= 2 * USES_PER_REPLICA
 
 

@@ -93,6 +93,17 @@ def test_beyond_its_bound_the_tails_of_what_was_least_used_go_first() -> None:
     assert index.blocks_of(B).hashes == set()
 
 
+def test_a_chain_that_came_in_parts_loses_its_tail_first_once_it_was_used() -> None:
+    index = PrefixIndex(max_blocks=6)
+    prompt = chain("x", 6)
+    for part in (prompt[:2], prompt[2:4], prompt[4:]):
+        tell(index, A, BlockStored(tuple(part), None))
+    index.touch(prompt)
+    tell(index, B, BlockStored((b"new", b"newer"), None))
+    assert index.match(prompt, ALL) == {A: 4}
+    assert index.blocks_of(A).hashes == set(prompt[:4])
+
+
 def test_decisions_go_on_while_events_come_on_another_thread() -> None:
     prompts = [chain(f"{number}-", 40) for number in range(30)]
     index = PrefixIndex(max_blocks=500)

@@ -181,6 +181,53 @@ def test_a_slow_replica_gets_less() -> None:
     assert 0 < places["d"] < 0.6 * min(places[name] for name in "abc")
 
 
+def test_one_slow_step_does_not_starve_a_replica_for_ever() -> None:
+    fleet = Fleet("abcd")
+    times = dict.fromkeys("abcd", NO_STEPS)
+    times["d"] = times["d"].after(320, 30.0)
+    places: Counter[str] = Counter()
+    for number in range(2000):
+        request = prompt(f"r{number}", 20)
+        first = fleet.send(request)
+        times[first] = times[first].after(320, 0.011).after(1, 0.005)
+        fleet.say(first, load(times=times[first]), known=(request.request_id,), first_of=(request.request_id,))
+        fleet.index.end(request.request_id, [request.request_id])
+        places[first] += 1
+    assert places["d"] > 200
+    assert fleet.index._replicas["d"].slowness < 2.5, "it was taken to be a hundred times as slow"
+
+
+def test_a_call_that_ray_asks_about_again_counts_as_before() -> None:
+    fleet = Fleet("ab")
+    request = prompt("x", 20)
+    fleet.index.begin("x", [request])
+    for _ in range(40):
+        first = fleet.index.choose("x", "ab")[0]
+        assert fleet.index._replicas[first].new_tokens == 20 * SIZE
+        assert sum(state.new_requests for state in fleet.index._replicas.values()) == 1
+    assert len(fleet.index._uses._recent) == 1
+
+
+def test_a_call_that_has_its_first_token_already_is_not_counted_when_ray_says_who_took_it() -> None:
+    fleet = Fleet("ab")
+    fleet.index.begin("x", [prompt("x", 20)])
+    first, other = fleet.index.choose("x", "ab")
+    fleet.say(other, known=("x",), first_of=("x",))
+    fleet.index.assign("x", other, accepted=True)
+    assert [fleet.index._replicas[name].new_tokens for name in (first, other)] == [0, 0]
+    assert fleet.index.replica_of("x") == other
+
+
+def test_blocks_that_were_forgotten_are_learned_from_what_a_prompt_found() -> None:
+    fleet = Fleet("ab")
+    request = prompt("x", 20)
+    fleet.index.begin("x", [request])
+    fleet.index.assign("x", "a", accepted=True)
+    output = EngineOutput("x", (1,), num_cached_tokens=12 * SIZE)
+    fleet.index.receive("a", StreamItem([output], fleet.seqs["a"], [], IDLE))
+    assert fleet.index.cached_blocks("a") == set(request.block_hashes[:12])
+
+
 def test_small_differences_of_speed_do_not_draw_all_work_to_one() -> None:
     places: Counter[str] = Counter()
     for number in range(100):

@@ -170,6 +170,22 @@ def test_load_leaves_out_what_the_prefix_cache_has_of_those_that_wait():
     assert engine.scheduler.load().queued_prefill_tokens == 0
 
 
+def test_load_counts_once_what_several_that_wait_have_in_common():
+    engine = Engine(seqs=1, budget=16)
+    common = prompt(1, 12)
+    for name in "abc":
+        engine.add(name, [*common, ord(name), 8], max_tokens=4)
+    assert engine.scheduler.load().queued_prefill_tokens == 14 + 2 + 2
+    engine.scheduler.abort("a")
+    assert engine.scheduler.load().queued_prefill_tokens == 2 + 2
+    engine.add("d", [*common, 9, 8], max_tokens=4)
+    assert engine.scheduler.load().queued_prefill_tokens == 2 + 2 + 14
+    for name in "bcd":
+        engine.scheduler.abort(name)
+    assert engine.scheduler.load().queued_prefill_tokens == 0
+    assert engine.scheduler._claimed == set()
+
+
 def test_cost_of_a_step_does_not_depend_on_the_pool_or_the_line():
     def cost(blocks: int, waiting: int) -> int:
         engine = Engine(blocks=blocks, seqs=4, budget=64)
