@@ -14,7 +14,7 @@ from app.config import CONTROL_CALLS, ModelDeployment, ServiceConfig
 from app.ingress import IngressDeployment
 from app.replica import LLMReplica
 from app.requirements import check_cluster, node_labels
-from app.router.index import RoutingSettings
+from app.router.states import RoutingSettings
 from engine.config import EngineConfig
 
 INGRESS_NAME = "ingress"

@@ -57,8 +57,8 @@ PRIOR_STEPS = 8.0
 """As many average steps count beside those that a replica has made, when its speed is compared with the others'."""
 
 MOST_SLOW = 1.8
-"""Bound of what slowness, from 1 on, does to spreading: below 1 / LEAST_SENT, so that a replica without work gets some at
-last, and shows by its steps whether it is still slow."""
+"""Bound of what slowness, from 1 on, does to spreading: below 1 / LEAST_SENT, so that a replica without work gets some
+at last, and shows by its steps whether it is still slow."""
 
 NOISE = 1.25
 """Replicas of one kind differ by less: they are taken to be equal, or all work would go to one that was lucky."""
@@ -147,8 +147,10 @@ class SentWork:
     def shares(self, replicas: Sequence[int]) -> list[float]:
         """Of each replica against their mean, within LEAST_SENT and MOST_SENT."""
         sent = [self._sent.get(replica, 0.0) for replica in replicas]
-        scale = len(sent) / (sum(sent) or 1.0)
-        return [min(max(each * scale, LEAST_SENT), MOST_SENT) for each in sent]
+        mean = sum(sent) / len(sent) or 1.0
+        least, most = LEAST_SENT * mean, MOST_SENT * mean
+        # Conditions, as calls of min and max would take longer than all the rest.
+        return [(least if each < least else most if each > most else each) / mean for each in sent]
 
     def drop(self, replica: int) -> None:
         self._sent.pop(replica, None)

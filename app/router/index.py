@@ -16,7 +16,6 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from hashlib import sha256
 
 from app.router.cost import (
@@ -29,7 +28,8 @@ from app.router.cost import (
     load_cost,
     slowness,
 )
-from app.router.prefixes import CachedBlocks, PrefixIndex
+from app.router.prefixes import PrefixIndex
+from app.router.states import Call, ReplicaState, RoutingSettings
 from app.transport import StreamItem
 from engine.kv_cache.events import BlockStored
 from engine.outputs import EngineLoad
@@ -54,78 +54,6 @@ def replica_index(app_name: str, deployment_name: str) -> ReplicaIndex:
     return _indexes.get(key) or _indexes.setdefault(key, ReplicaIndex())
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingSettings:
-    """What a router is told by the deployment's configuration.
-
-    Attributes:
-        block_size: tokens of a KV block.
-        max_queued_requests: from so many waiting requests on a replica is full.
-        num_ingresses: processes that route to these replicas, each of which learns only later of the others' choices.
-    """
-
-    block_size: int = 16
-    max_queued_requests: int = 256
-    num_ingresses: int = 1
-
-
-@dataclass(slots=True, eq=False)
-class ReplicaState:
-    """One replica as this process sees it.
-
-    Attributes:
-        bit: its place in the prefix index.
-        salt: of its ranks among replicas that are as good for a prompt.
-        load: as the replica reported it last; None until it did.
-        load_cost: what that means for a new request, in tokens.
-        slowness: how long its steps take against the others'.
-        waiting: requests that wait there. A replica whose stream broke, and from which nothing has come since, is as
-            good as full: Ray may be slow to see that it died.
-        new_requests, new_tokens: that this process sent there and no reported load counts yet. The router's.
-    """
-
-    bit: int
-    salt: int
-    blocks: CachedBlocks
-    load: EngineLoad | None = None
-    load_cost: float = 0.0
-    slowness: float = 1.0
-    waiting: float = 0
-    new_requests: int = 0
-    new_tokens: int = 0
-
-    @property
-    def requests(self) -> int:
-        """Requests there, as well as it is known."""
-        return (self.load.running + self.load.waiting if self.load else 0) + self.new_requests
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One `generate`; its id is that of its first request.
-
-    Attributes:
-        replica_id: where it was sent; set by the router, cleared by the transport when it was refused there.
-        has_started: it has got a token where it was sent last.
-        is_noted: whether the statistics of choices have it.
-        counted_on, coming: where the router counts it as new, and the blocks that it expects there.
-    """
-
-    num_requests: int
-    num_tokens: int
-    block_hashes: Sequence[bytes]
-    replica_id: str | None = None
-    accepted: bool = False
-    has_ended: bool = False
-    has_started: bool = False
-    is_noted: bool = False
-    refused_by: set[str] = field(default_factory=set)
-    counted_on: ReplicaState | None = None
-    num_uncached: int = 0
-    expected_on: ReplicaState | None = None
-    coming: Sequence[bytes] = ()
-
-
 class ReplicaIndex:
     """The replicas of one deployment, what they hold and how busy they are, and where this process's calls went.
 
@@ -139,11 +67,11 @@ class ReplicaIndex:
         self._replicas: dict[str, ReplicaState] = {}
         self._free_bits: deque[int] = deque()
         self._num_bits = 0
-        self._calls: dict[str, _Call] = {}
-        self._unstarted: dict[str, _Call] = {}
+        self._calls: dict[str, Call] = {}
+        self._unstarted: dict[str, Call] = {}
         # For the router: calls that a load counts now, that have got a token, that were refused or have ended.
-        self._known: deque[_Call] = deque()
-        self._started: deque[_Call] = deque()
+        self._known: deque[Call] = deque()
+        self._started: deque[Call] = deque()
         self._listeners: list[Callable[[], None]] = []
         self._has_failed = False
         self._uses = PrefixUses()
@@ -170,7 +98,7 @@ class ReplicaIndex:
         at all while there are others.
         """
         self._take_in_progress()
-        call = self._calls.get(call_id) or _Call(1, 0, (), has_ended=True)
+        call = self._calls.get(call_id) or Call(1, 0, (), has_ended=True)
         self._settle(call)  # Ray asks again where no replica took it
         states = {each: self._state(each) for each in replica_ids if each not in call.refused_by} or {
             each: self._state(each) for each in replica_ids
@@ -219,7 +147,7 @@ class ReplicaIndex:
         # Prompt logprobs are of tokens that are computed, so that such a prompt finds nothing in a cache.
         hashes = first.block_hashes if first.params.prompt_logprobs is None else ()
         num_tokens = len(first.prompt_token_ids) + len(first.output_token_ids)
-        call = _Call(len(requests), num_tokens, hashes)
+        call = Call(len(requests), num_tokens, hashes)
         self._calls[call_id] = call
         for request in requests:
             self._unstarted[request.request_id] = call
@@ -313,10 +241,11 @@ class ReplicaIndex:
             self._fleet_times = pooled(each.step_times for each in loads)
             self._reports_to_pool = len(loads)
         state.slowness = slowness(load.step_times, self._fleet_times)
+        state.spread_slowness = min(max(state.slowness, 1.0), MOST_SLOW)
 
     # ---- a decision ----
 
-    def _depths(self, call: _Call, states: Iterable[ReplicaState]) -> dict[int, int]:
+    def _depths(self, call: Call, states: Iterable[ReplicaState]) -> dict[int, int]:
         """How many of the prompt's blocks each replica has or will have, by its bit; nothing of those without any."""
         replicas = 0
         for state in states:
@@ -324,7 +253,7 @@ class ReplicaIndex:
         return self.prefixes.match(call.block_hashes, replicas)
 
     def _by_cost(
-        self, call: _Call, states: dict[str, ReplicaState], depths: dict[int, int], num_replicas: int
+        self, call: Call, states: dict[str, ReplicaState], depths: dict[int, int], num_replicas: int
     ) -> list[str]:
         """The cheapest first.
 
@@ -343,10 +272,10 @@ class ReplicaIndex:
         depth_of, sent = depths.get, self._sent.shares([state.bit for state in states.values()])
         costs: list[tuple[float, str]] = []
         for (replica_id, state), share in zip(states.items(), sent, strict=True):
-            cost, slow = state.load_cost + copy_weight * (deepest - depth_of(state.bit, 0)), state.slowness
+            cost = state.load_cost + copy_weight * (deepest - depth_of(state.bit, 0))
             if state.new_requests:
                 cost += unseen * (state.new_tokens + SEQUENCE_TOKENS * state.new_requests)
-            cost = cost * slow + spread_weight * share * min(max(slow, 1.0), MOST_SLOW)
+            cost = cost * state.slowness + spread_weight * share * state.spread_slowness
             costs.append((cost if state.waiting < full else cost + FULL, replica_id))
         costs.sort()
         order = [each[1] for each in costs]
@@ -361,7 +290,7 @@ class ReplicaIndex:
         loads = [(s.waiting >= full, s.requests, random.random(), replica_id) for replica_id, s in states.items()]
         return [each[3] for each in sorted(loads)]
 
-    def _send(self, call: _Call, replica_id: str, state: ReplicaState, depth: int) -> None:
+    def _send(self, call: Call, replica_id: str, state: ReplicaState, depth: int) -> None:
         """Counts a call, and the blocks that it will leave, on a replica and no other.
 
         Args:
@@ -383,13 +312,13 @@ class ReplicaIndex:
         while self._started:
             self._settle(self._started.popleft())
 
-    def _settle(self, call: _Call) -> None:
+    def _settle(self, call: Call) -> None:
         self._uncount(call)
         if call.expected_on is not None:
             self.prefixes.arrived(call.expected_on.bit, call.coming)
             call.expected_on = None
 
-    def _uncount(self, call: _Call) -> None:
+    def _uncount(self, call: Call) -> None:
         if call.counted_on is not None:
             call.counted_on.new_requests -= call.num_requests
             call.counted_on.new_tokens -= call.num_uncached

@@ -5,7 +5,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from app.router.index import ReplicaIndex, RoutingSettings, replica_index
+from app.router.index import ReplicaIndex, replica_index
+from app.router.states import RoutingSettings
 
 logger = logging.getLogger("ray.serve")
 

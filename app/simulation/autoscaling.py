@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.router.index import ReplicaIndex, RoutingSettings
+from app.router.index import ReplicaIndex
+from app.router.states import RoutingSettings
 from app.simulation.demand import ReplicaClass
 from app.simulation.event_loop import EventLoop
 from app.simulation.fleet import Fleet, Member, MemberState, Record

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, Literal
 
 import numpy as np
@@ -286,5 +288,16 @@ def _trials(scenario: Scenario, processes: int, total: int) -> Iterator[Callable
         if processes == 1:
             yield partial(all_of, trials=map)
         else:
-            with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+            with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
                 yield partial(all_of, trials=pool.map)
+
+
+def end_with_parent() -> None:
+    """Ends this worker when the process that made it does: killed by a signal, it tells its workers nothing."""
+
+    def watch() -> None:
+        if (parent := parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

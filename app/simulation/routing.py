@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from app.router.index import ReplicaIndex, RoutingSettings
+from app.router.index import ReplicaIndex
+from app.router.states import RoutingSettings
 from app.simulation.event_loop import EventLoop
 from app.simulation.fleet import Fleet, Record
 from app.simulation.news import NewsTimes

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.router.index import ReplicaIndex, RoutingSettings
+from app.router.index import ReplicaIndex
+from app.router.states import RoutingSettings
 from app.transport import StreamItem
 from engine.kv_cache.events import BlockStored, KVEvent
 from engine.outputs import EngineLoad, EngineOutput

@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from app.router.index import ReplicaIndex, RoutingSettings
+from app.router.index import ReplicaIndex
+from app.router.states import RoutingSettings
 from app.transport import StreamItem
 from engine.kv_cache.events import BlockRemoved, BlockStored
 from engine.outputs import EngineLoad, EngineOutput
