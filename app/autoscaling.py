@@ -112,10 +112,12 @@ class State(NamedTuple):
     Attributes:
         needs: (time, replicas) pairs, both rising towards the front: what was needed at each time and has not been
             exceeded since; the first is the most in the last downscale_delay_s.
+        decided: how many there were to be; -1 before the first decision.
         serving, since: how many replicas served at the last decision, and since when it has been as many.
     """
 
     needs: tuple[tuple[float, int], ...] = ()
+    decided: int = -1
     serving: int = -1
     since: float = 0.0
     speed: Speed = Speed()
@@ -162,7 +164,10 @@ def demands(fleet: Fleet, goals: Goals, speed: Speed) -> list[Demand]:
     tokens = (rate + queued_tokens / goals.queue_drain_s) * speed.full_step_s / goals.max_num_batched_tokens
 
     # What waits at the ingresses is a mean over seconds: some of it may be in the replicas by now.
-    requests = max(sum(s.requests for s in stats), fleet.queued)
+    # Where the replicas are full it is not.
+    requests = sum(s.requests for s in stats)
+    is_full = requests >= goals.max_num_seqs * len(stats)
+    requests = requests + fleet.queued if is_full else max(requests, fleet.queued)
 
     blocks = sum(
         (s.kv_blocks_used + s.queued_prefill_tokens / goals.block_size) / s.kv_blocks_total
@@ -233,7 +238,9 @@ def decide(fleet: Fleet, goals: Goals, state: State, now: float) -> Decision:
         reason = f"time to first token: above {goals.ttft_target_s:g} s"
 
     needed = min(max(comfortable, low), high)
-    if fleet.num_silent or not state.needs:
+    # Where somebody else has changed the number, say Ray for the first request of a model that has no replica, it is as
+    # if this policy had found that need.
+    if fleet.num_silent or fleet.target != state.decided:
         needed = max(needed, target)
     needs = [(at, count) for at, count in state.needs if now - at < goals.downscale_delay_s and count > needed]
     needs.append((now, needed))
@@ -244,7 +251,7 @@ def decide(fleet: Fleet, goals: Goals, state: State, now: float) -> Decision:
     elif needs[0][1] < target:
         replicas = needs[0][1]
         reason = f"no more was needed for {goals.downscale_delay_s:g} s"
-    return Decision(replicas, State(tuple(needs), fleet.serving, since, speed), reason)
+    return Decision(replicas, State(tuple(needs), replicas, fleet.serving, since, speed), reason)
 
 
 class AutoscalingPolicy:

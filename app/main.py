@@ -1,7 +1,7 @@
 """What `serve run` builds: the ingress and one deployment for each model."""
 
 # No `from __future__ import annotations` here: Ray validates the arguments only by a real class.
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
@@ -64,8 +64,17 @@ def application(config: ServiceConfig, router: str) -> serve.Application:
     return deployment(IngressDeployment).bind(config, models)
 
 
-def autoscaling_config(autoscaling: Autoscaling, engine: EngineConfig, log_level: str) -> AutoscalingConfig:
-    """Ray's configuration for replicas with that engine, whose number our policy decides."""
+def autoscaling_config(
+    autoscaling: Autoscaling, engine: EngineConfig, log_level: str, max_ongoing_requests: int | None = None
+) -> AutoscalingConfig:
+    """Ray's configuration for replicas with that engine, whose number our policy decides.
+
+    Args:
+        max_ongoing_requests: that a replica is given; None is as many as its engine runs.
+    """
+    goals = autoscaling.goals(engine)
+    if max_ongoing_requests is not None:
+        goals = replace(goals, max_num_seqs=min(goals.max_num_seqs, max_ongoing_requests))
     return AutoscalingConfig(
         min_replicas=autoscaling.min_replicas,
         max_replicas=autoscaling.max_replicas,
@@ -77,7 +86,7 @@ def autoscaling_config(autoscaling: Autoscaling, engine: EngineConfig, log_level
         policy=AutoscalingPolicy(
             # By its import path: Ray pickles what it finds there by value.
             policy_function="app.autoscaling:AutoscalingPolicy",
-            policy_kwargs=asdict(autoscaling.goals(engine)) | {"log_level": log_level},
+            policy_kwargs=asdict(goals) | {"log_level": log_level},
         ),
     )
 
@@ -89,7 +98,9 @@ def _replicas(model: ModelDeployment, num_ingresses: int, log_level: str, router
     if labels := node_labels(model):
         actor_options["label_selector"] = labels
     engine = model.engine_config()
-    scaling = None if model.autoscaling is None else autoscaling_config(model.autoscaling, engine, log_level)
+    scaling = None
+    if model.autoscaling is not None:
+        scaling = autoscaling_config(model.autoscaling, engine, log_level, model.max_ongoing_requests)
     deployment = serve.deployment(
         name=model.deployment_name,
         num_replicas=None if scaling else model.num_replicas,

@@ -81,8 +81,8 @@ def _azure(path: Path) -> Iterator[TraceRequest]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         for number, row in enumerate(csv.DictReader(file), 2):
             try:
-                # Its fractions have seven digits, one more than Python reads.
-                time = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                # Its fractions have seven digits, one more than Python reads; a zone would come after them.
+                time = datetime.fromisoformat(row["TIMESTAMP"][:26]).replace(tzinfo=None)
                 lengths = max(int(row["ContextTokens"]), 1), max(int(row["GeneratedTokens"]), 1)
             except (KeyError, TypeError, ValueError):
                 raise InvalidParameter("trace", f"{path}, line {number}: is no request of an Azure trace") from None

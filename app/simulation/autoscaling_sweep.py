@@ -45,11 +45,12 @@ SHARES = (0.2, 0.3, 0.45, 0.65, 0.9, 1.2)
 BETWEEN = (0.85, 1.2)
 """Times the best of these: what is tried then."""
 
-RAY_SETTINGS = ("target_ongoing_requests", "downscale_delay_s", "upscale_delay_s")
+RAY_SETTINGS = ("target_ongoing_requests", "downscale_delay_s", "upscaling_factor", "downscaling_factor")
 """What is tried, by Ray's names."""
 
 DOWNSCALE_DELAYS_S = (60.0, 300.0)
-UPSCALE_DELAYS_S = (0.0, 30.0)
+FACTORS = ((1.0, 1.0), (0.3, 0.1))
+"""Of the way to what the requests would need, up and down: the whole way at once, or damped."""
 
 DEMAND_S = 60.0
 """Over which the mean demand is shown."""
@@ -217,15 +218,15 @@ def compare(scenario: Scenario, processes: int) -> Comparison:
     """Runs all of it, so many at a time."""
     targets = {"ttft_target_s": scenario.ttft_target_s, "tpot_target_s": scenario.tpot_target_s}
     sizes = range(scenario.initial_replicas, math.ceil(LARGEST_FIXED * scenario.mean_replicas) + 1)
-    num_trials = 1 + len(sizes) + len(SHARES) * len(DOWNSCALE_DELAYS_S) * len(UPSCALE_DELAYS_S) + len(BETWEEN)
+    num_trials = 1 + len(sizes) + len(SHARES) * len(DOWNSCALE_DELAYS_S) * len(FACTORS) + len(BETWEEN)
     with _trials(scenario, processes, num_trials) as run_all:
         manta, *constant = run_all([Settings("manta", targets), *(_of_size(size) for size in sizes)])
         usual = _usual_requests(constant)
-        grid = product(SHARES, DOWNSCALE_DELAYS_S, UPSCALE_DELAYS_S)
-        swept = run_all([_of_ray(usual * share, down, up) for share, down, up in grid])
+        grid = product(SHARES, DOWNSCALE_DELAYS_S, FACTORS)
+        swept = run_all([_of_ray(usual * share, down, *factors) for share, down, factors in grid])
         found = best_of(swept).settings.values
-        target, down, up = (found[name] for name in RAY_SETTINGS)
-        swept += run_all([_of_ray(target * factor, down, up) for factor in BETWEEN])
+        target, *others = (found[name] for name in RAY_SETTINGS)
+        swept += run_all([_of_ray(target * factor, *others) for factor in BETWEEN])
         goal = best_of(swept).attainment
         while constant[0].attainment >= goal and (size := _size(constant[0])) > 1:
             constant[:0] = run_all([_of_size(size - 1)])
@@ -245,10 +246,8 @@ def try_settings(scenario: Scenario, settings: Settings) -> Trial:
     return Trial(settings, figures_of(result, setup), result.timeline)
 
 
-def _of_ray(target: float, downscale_delay_s: float, upscale_delay_s: float) -> Settings:
-    return Settings(
-        "ray_default", dict(zip(RAY_SETTINGS, (round(target, 2), downscale_delay_s, upscale_delay_s), strict=True))
-    )
+def _of_ray(target: float, *others: float) -> Settings:
+    return Settings("ray_default", dict(zip(RAY_SETTINGS, (round(target, 2), *others), strict=True)))
 
 
 def _of_size(replicas: int) -> Settings:

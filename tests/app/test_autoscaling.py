@@ -1,6 +1,7 @@
 """How many replicas the policy wants, on a clock of its own."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,6 +133,25 @@ def test_what_an_all_but_empty_step_takes_is_not_the_loads_fault() -> None:
     decoding = stats(active=1, running=8, decoding=1, token_rate=8 / 0.044, **step_times((8, 0.044)))
     clock.step(decoding, decoding)
     assert clock.changes == []
+
+
+def test_a_replica_that_somebody_else_started_gets_the_whole_delay() -> None:
+    goals = replace(GOALS, downscale_delay_s=60.0)
+    clock = Clock(target=0, min_replicas=0, goals=goals)
+    clock.step(seconds=100)
+    clock.target = 1  # by Ray, for a request whose client then gave up
+    for _ in range(59):
+        clock.step()
+    assert clock.target == 1
+    for _ in range(3):
+        clock.step()
+    assert clock.target == 0
+
+
+def test_what_waits_at_ingresses_while_the_replicas_are_full_asks_for_more() -> None:
+    full = stats(active=1, running=16)
+    assert decide(fleet(1, [full], queued=16.0), GOALS, State(), 0.0).replicas == 3
+    assert decide(fleet(1, [stats(active=1, running=15)], queued=15.0), GOALS, State(), 0.0).replicas == 2
 
 
 def test_slow_steps_ask_for_what_computes_the_same_tokens_in_time() -> None:

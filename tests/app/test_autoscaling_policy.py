@@ -13,7 +13,10 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingContext
 
 from app.autoscaling import AutoscalingPolicy
+from app.autoscaling_config import Autoscaling
 from app.autoscaling_stats import Counts, ReplicaStats, StatsRecorder
+from app.main import autoscaling_config
+from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.outputs import EngineLoad
 from engine.sampling_params import SamplingParams
@@ -198,3 +201,10 @@ def test_what_an_engine_did_is_read_from_its_metrics(tiny_folder: Path, cached: 
     assert counts.prefill_tokens == 40 + (8 if cached else 40), "two blocks of the second prompt were there"
     assert (counts.generated_tokens, counts.first_tokens) == (6, 2)
     assert 0 < counts.queue_seconds < counts.ttft_seconds
+
+
+@pytest.mark.parametrize(("limit", "seats"), [(None, 64), (8, 8), (500, 64)])
+def test_a_replica_has_no_more_seats_than_it_is_given_requests(limit: int | None, seats: int) -> None:
+    engine = EngineConfig(model="demo", max_num_seqs=64)
+    config = autoscaling_config(Autoscaling(max_replicas=2), engine, "INFO", limit)
+    assert config.policy.policy_kwargs["max_num_seqs"] == seats

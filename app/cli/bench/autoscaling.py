@@ -55,7 +55,7 @@ def autoscaling(
     class and Llama-3.1-8B in bfloat16. Manta's router places the requests, whatever decides on the replicas.
 
     manta is the autoscaling policy with its default settings and the two targets. ray_default is Ray Serve's own at its
-    best: of all settings of target_ongoing_requests, downscale_delay_s and upscale_delay_s that were tried, the one
+    best: of all settings of target_ongoing_requests, downscale_delay_s and the scaling factors that were tried, the one
     with the fewest replica-hours among those that come within 0.1 points of the best attainment. fixed is the smallest
     fleet of constant size that reaches the attainment of that.
 
