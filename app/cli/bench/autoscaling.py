@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MOST_REQUESTS = 60_000
 """So many are replayed, some 25 times, in a few minutes; with more, a slower class of replicas is the default."""
 
+MOST_MEAN_REPLICAS = 1000
+"""Larger fleets take hours."""
+
 TITLES = {"manta": "manta", "ray_default": "Ray's default, best", "fixed": "fixed"}
 
 
@@ -78,6 +81,8 @@ def autoscaling(
             if not 0 < value < float("inf"):
                 raise InvalidParameter.of(name, value, "must be above 0")
         requests = trace_requests(trace, num_prompts)
+        if mean_replicas > MOST_MEAN_REPLICAS:
+            raise InvalidParameter.of("mean_replicas", mean_replicas, f"must be at most {MOST_MEAN_REPLICAS:,}")
         chosen = _class_of(replica, requests, mean_replicas)
         scenario = Scenario(
             tuple(requests),
@@ -89,6 +94,9 @@ def autoscaling(
             tpot_target_s=tpot_target,
             seed=seed,
         )
+        if scenario.copies * len(requests) < 1:
+            rule = f"{len(requests):,} requests are too many for it; take more of the trace, or more replicas"
+            raise InvalidParameter.of("mean_replicas", mean_replicas, rule)
         typer.echo(_introduction(scenario))
         comparison = compare(scenario, processes)
         _show(comparison)

@@ -91,6 +91,8 @@ def test_table_says_what_was_simulated(done: tuple[str, dict[str, Any], Path]) -
     ("args", "told"),
     [
         (("--mean-replicas", 0), "mean_replicas=0.0: must be above 0"),
+        (("--mean-replicas", 1e6), "mean_replicas=1000000.0: must be at most 1,000"),
+        (("--mean-replicas", 1e-6), "requests are too many for it"),
         (("--ttft-target", -1), "ttft_target=-1.0: must be above 0"),
         (("--tpot-target", "nan"), "tpot_target=nan: must be above 0"),
         (("--replica", "h100"), "replica='h100': must be h200 or l40s"),
