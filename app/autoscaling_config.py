@@ -36,11 +36,12 @@ class Autoscaling(StrictModel):
         default=0.1, gt=0, description="Seconds between two tokens of a request that are good."
     )
     target_utilization: float = Field(
-        default=0.75,
+        default=0.8,
         gt=0,
         le=1,
         description=(
-            "Share of what replicas can do that is to be used. Lower is faster in bursts, and costs more replicas."
+            "Share of what replicas can do that is to be used when the load is as high as can be expected. Lower is "
+            "faster in bursts, and costs more replicas."
         ),
     )
     queue_drain_s: float = Field(

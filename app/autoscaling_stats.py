@@ -24,12 +24,13 @@ class ReplicaStats(NamedTuple):
         running, waiting: requests.
         queued_prefill_tokens: prompt tokens that they still have to compute.
         kv_blocks_used, kv_blocks_total: blocks that running requests hold, and all there are.
-        token_rate: tokens a second that its requests brought to be computed over the last window, those of prompts
-            that the prefix cache had left out, those of outputs as they come.
+        token_rate: tokens a second that its requests brought to be computed over the last window, without those that
+            the prefix cache had; those of outputs as they come.
         active: 1 where it had a request since the report before, else 0.
         decoding: 1 where tokens that are not a request's first were generated over the last window, else 0.
-        ttft_s, queue_s: means over the first tokens of the last window: from a request's arrival to that token, and
-            how much of it the request waited for its turn. 0 where there were none.
+        first_tokens: how many there were over the last window, and the sums over them of
+        ttft_seconds: the time from a request's arrival to that token,
+        queue_seconds: the part of that in which the request waited for its turn.
         steps, step_tokens, step_seconds, step_tokens_squared, step_tokens_seconds: see StepTimes.
     """
 
@@ -41,8 +42,9 @@ class ReplicaStats(NamedTuple):
     token_rate: float
     active: float
     decoding: float
-    ttft_s: float
-    queue_s: float
+    first_tokens: float
+    ttft_seconds: float
+    queue_seconds: float
     steps: float
     step_tokens: float
     step_seconds: float
@@ -73,14 +75,14 @@ class Counts(NamedTuple):
     """What an engine has done since its start.
 
     Attributes:
-        prefill_tokens: of the requests that were started, without those that the prefix cache had.
+        computed_tokens: of all steps.
         generated_tokens: of all requests.
         first_tokens: requests that got their first token, and the sums over them of
         ttft_seconds: the time from their arrival to it,
         queue_seconds: the part of that in which they waited for their turn.
     """
 
-    prefill_tokens: float = 0.0
+    computed_tokens: float = 0.0
     generated_tokens: float = 0.0
     first_tokens: float = 0.0
     ttft_seconds: float = 0.0
@@ -94,10 +96,8 @@ class Counts(NamedTuple):
         def value(name: str) -> float:
             return values.get(f"manta_{name}", 0.0)
 
-        # Without a prefix cache nothing is looked up in it.
-        started = value("prefix_cache_queried_tokens_total") or value("prompt_tokens_total")
         return cls(
-            prefill_tokens=started - value("prefix_cache_hit_tokens_total"),
+            computed_tokens=value("computed_tokens_total"),
             generated_tokens=value("generated_tokens_total"),
             first_tokens=value("time_to_first_token_seconds_count"),
             ttft_seconds=value("time_to_first_token_seconds_sum"),
@@ -123,8 +123,7 @@ class StatsRecorder:
         Args:
             now: in seconds, never set back.
         """
-        # What was brought is what was begun, and what has not been begun yet.
-        brought = counts.prefill_tokens + counts.generated_tokens + load.queued_prefill_tokens
+        brought = counts.computed_tokens + load.queued_prefill_tokens
         history = self._history
         if not history:
             history.append((-math.inf, Counts(), 0.0))
@@ -146,8 +145,9 @@ class StatsRecorder:
             token_rate=(brought - brought_before) / seconds,
             active=active,
             decoding=generated > first_tokens,
-            ttft_s=(counts.ttft_seconds - before.ttft_seconds) / first_tokens if first_tokens else 0.0,
-            queue_s=(counts.queue_seconds - before.queue_seconds) / first_tokens if first_tokens else 0.0,
+            first_tokens=first_tokens,
+            ttft_seconds=counts.ttft_seconds - before.ttft_seconds,
+            queue_seconds=counts.queue_seconds - before.queue_seconds,
             **dict(zip(ReplicaStats._fields[-5:], load.step_times, strict=True)),
         )
         # Ray accepts floats alone, and a wrong type in the first report ends all reports.

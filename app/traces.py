@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Iterator
 from datetime import datetime
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, Field, ValidationError
 
 from engine.sampling_params import InvalidParameter
+
+MOST_TOKENS = 10_000_000
+"""In one prompt or output; no model takes as many."""
+
+MOST_SECONDS = 100 * 365 * 86_400.0
+"""That a request may come after, or before, the moment that times are counted from."""
 
 
 class TraceRequest(NamedTuple):
@@ -55,7 +63,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InvalidParameter("file", f"{path}, line {number}: not JSON: {error}") from None
             if not isinstance(row, dict):
                 raise InvalidParameter("file", f"{path}, line {number}: must be an object")
@@ -65,26 +73,43 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _mooncake(path: Path) -> Iterator[TraceRequest]:
     for number, row in json_lines(path):
         try:
-            ids = tuple(int(each) for each in row["hash_ids"])
-            arrival = float(row["timestamp"]) / 1000
-            request = TraceRequest(arrival, max(int(row["input_length"]), 1), max(int(row["output_length"]), 1), ids)
-            is_sound = bool(ids) and min(ids) >= 0 and math.isfinite(arrival)
-        except (KeyError, TypeError, ValueError, OverflowError):
-            is_sound = False
-        if not is_sound:
-            raise InvalidParameter("trace", f"{path}, line {number}: is no request of a Mooncake trace")
-        yield request
+            request = _MooncakeLine.model_validate(row)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            what = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+            told = f"{path}, line {number}: is no request of a Mooncake trace: {what}"
+            raise InvalidParameter("trace", told) from None
+        lengths = max(request.input_length, 1), max(request.output_length, 1)
+        yield TraceRequest(request.timestamp / 1000, *lengths, request.hash_ids)
+
+
+Length = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+
+
+class _MooncakeLine(BaseModel, strict=True, extra="ignore"):
+    timestamp: Annotated[float, Field(ge=-1000 * MOST_SECONDS, le=1000 * MOST_SECONDS, allow_inf_nan=False)]
+    input_length: Length
+    output_length: Length
+    hash_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)]
 
 
 def _azure(path: Path) -> Iterator[TraceRequest]:
     first: datetime | None = None
     with path.open(newline="", encoding="utf-8-sig") as file:
-        for number, row in enumerate(csv.DictReader(file), 2):
+        rows = csv.DictReader(file)
+        for number in count(2):
             try:
+                row = next(rows)
                 # Its fractions have seven digits, one more than Python reads; a zone would come after them.
                 time = datetime.fromisoformat(row["TIMESTAMP"][:26]).replace(tzinfo=None)
-                lengths = max(int(row["ContextTokens"]), 1), max(int(row["GeneratedTokens"]), 1)
-            except (KeyError, TypeError, ValueError):
-                raise InvalidParameter("trace", f"{path}, line {number}: is no request of an Azure trace") from None
-            first = first or time
-            yield TraceRequest((time - first).total_seconds(), *lengths)
+                lengths = [int(row[name]) for name in ("ContextTokens", "GeneratedTokens")]
+                first = first or time
+                arrival_s = (time - first).total_seconds()
+                is_sound = min(lengths) >= 0 and max(lengths) <= MOST_TOKENS and abs(arrival_s) <= MOST_SECONDS
+            except StopIteration:
+                return
+            except (KeyError, TypeError, ValueError, csv.Error):
+                is_sound = False
+            if not is_sound:
+                raise InvalidParameter("trace", f"{path}, line {number}: is no request of an Azure trace")
+            yield TraceRequest(arrival_s, *(max(each, 1) for each in lengths))

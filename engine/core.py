@@ -281,6 +281,7 @@ class EngineCore:
             self._in_flight.popleft()
             outputs = self._scheduler.update(work, sampled)
             self._note_time(work, planned)
+            self.metrics.observe_computed(work.num_tokens)
             return outputs
         return self._recover(work, message)
 

@@ -29,6 +29,9 @@ class EngineMetrics:
         self._queued_prefill = self._gauge("manta_queued_prefill_tokens", "Prompt tokens still to be computed")
         self._prompt_tokens = self._counter("manta_prompt_tokens", "Prompt tokens of the requests that were started")
         self._generated_tokens = self._counter("manta_generated_tokens", "Tokens generated")
+        self._computed_tokens = self._counter(
+            "manta_computed_tokens", "Tokens that steps computed, drafts and repetitions included"
+        )
         self._prefix_queries = self._counter(
             "manta_prefix_cache_queried_tokens", "Tokens looked up in the prefix cache"
         )
@@ -84,6 +87,10 @@ class EngineMetrics:
     def observe_failed_step(self) -> None:
         """Counts an executed step that failed."""
         self._failed_steps.inc()
+
+    def observe_computed(self, num_tokens: int) -> None:
+        """Counts the tokens of a step that did not fail."""
+        self._computed_tokens.inc(num_tokens)
 
     def observe_overlap(self) -> None:
         """Counts a step that was submitted while another one was in flight."""

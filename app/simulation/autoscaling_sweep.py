@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from typing import Any, Literal
 
 import numpy as np
@@ -286,9 +287,40 @@ def _trials(scenario: Scenario, processes: int, total: int) -> Iterator[Callable
 
         if processes == 1:
             yield partial(all_of, trials=map)
-        else:
-            with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
-                yield partial(all_of, trials=pool.map)
+            return
+        with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
+            try:
+                yield partial(all_of, trials=partial(_submitted, pool))
+            except BaseException:
+                for worker in active_children():
+                    worker.terminate()  # or the pool would wait for all that it was given
+                raise
+
+
+def _submitted(
+    pool: ProcessPoolExecutor, one: Callable[[Settings], Trial], settings: Iterable[Settings]
+) -> Iterator[Trial]:
+    """Like pool.map, which cancels what is left when it is interrupted: a pool without workers then waits for ever."""
+    with _ctrl_c_later():  # the first call starts the workers
+        futures = [pool.submit(one, each) for each in settings]
+    for future in futures:
+        yield future.result()
+
+
+@contextmanager
+def _ctrl_c_later() -> Iterator[None]:
+    """Ctrl-C is obeyed at the end of this, and never by a process that is started in it."""
+    pressed: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    # What is blocked here is blocked in a new process, too; here it may still come to another thread.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def end_with_parent() -> None:

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from ray.serve.config import AutoscalingConfig
 
+from app.autoscaling import MEAN_S, Goals, State, decide
 from app.autoscaling import Fleet as Replicas
-from app.autoscaling import Goals, State, decide
 from app.autoscaling_stats import RATE_WINDOW_S, Counts, ReplicaStats, StatsRecorder
 from app.simulation.ray_default_policy import RayDefaultPolicy
 from app.simulation.requests import SCALE
 from engine import EngineCore
 
 REPORT_S = 1.0
-"""Replicas report to Manta's policy once in so many seconds."""
+"""Replicas report to Manta's policy once in so many seconds, and what they report takes as long to get there."""
 
 
 class FleetView(NamedTuple):
@@ -69,11 +69,13 @@ class MantaPolicy:
             queue_drain_s=goals.queue_drain_s / SCALE,
             downscale_delay_s=goals.downscale_delay_s / SCALE,
             window_s=RATE_WINDOW_S / SCALE,
+            mean_s=MEAN_S / SCALE,
         )
         self._min_replicas = min_replicas
         self._max_replicas = max_replicas
         self._recorders: dict[str, StatsRecorder] = {}
         self._reports: dict[str, ReplicaStats | None] = {}
+        self._under_way: dict[str, ReplicaStats | None] = {}
         self._next_report = 0.0
         self._state = State()
 
@@ -81,10 +83,11 @@ class MantaPolicy:
         now = view.now / SCALE
         if view.now >= self._next_report:
             self._next_report = view.now + REPORT_S
+            self._reports, self._under_way = self._under_way, {}
+            self._recorders = {name: self._recorders.get(name) or _new_recorder() for name in view.cores}
             for replica_id, core in view.cores.items():
-                recorder = self._recorders.setdefault(replica_id, StatsRecorder(RATE_WINDOW_S / SCALE))
-                values = recorder.record(now, core.load(), Counts.of(core.metrics.registry))
-                self._reports[replica_id] = ReplicaStats.parse(values)
+                values = self._recorders[replica_id].record(now, core.load(), Counts.of(core.metrics.registry))
+                self._under_way[replica_id] = ReplicaStats.parse(values)
         stats = [report for replica_id in view.cores if (report := self._reports.get(replica_id)) is not None]
         replicas = Replicas(
             target=view.target,
@@ -98,3 +101,7 @@ class MantaPolicy:
         decision = decide(replicas, self._goals, self._state, now)
         self._state = decision.state
         return decision.replicas
+
+
+def _new_recorder() -> StatsRecorder:
+    return StatsRecorder(RATE_WINDOW_S / SCALE)

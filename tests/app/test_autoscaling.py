@@ -51,12 +51,15 @@ def fleet(target: int, replicas: Sequence[ReplicaStats], **given: Any) -> Fleet:
     return Fleet(target=target, stats=replicas, **options)
 
 
+START_S = 1_000_000.0
+
+
 class Clock:
     """Decides again and again, and does what was decided at once."""
 
     def __init__(self, target: int = 1, min_replicas: int = 1, max_replicas: int = 32, goals: Goals = GOALS) -> None:
         self.target = target
-        self.now = 1_000_000.0
+        self.now = START_S
         self.changes: list[int] = []
         self._bounds = {"min_replicas": min_replicas, "max_replicas": max_replicas}
         self._goals = goals
@@ -171,12 +174,33 @@ def test_steps_of_decodes_alone_say_nothing_of_prompts() -> None:
     assert clock.changes == []
     clock.step(stats(active=1))
     clock.step(stats(active=1, running=8, queued_prefill_tokens=200_000, kv_blocks_total=9e9, **decodes))
-    assert clock.changes == [3], "by the speed that was measured when there were prompts"
+    assert clock.changes == [2], "by the speed that was measured when there were prompts"
 
 
 def test_steps_without_a_second_token_have_no_time_per_output_token() -> None:
     prefilling = stats(active=1, running=1, **step_times((0, 0.02), (1500, 0.14)))
     assert decide(fleet(1, [prefilling]), GOALS, State(), 0.0).replicas == 1
+
+
+def test_a_load_that_swings_gets_more_in_reserve_than_a_steady_one() -> None:
+    steady, swinging = Clock(), Clock()
+    for _ in range(60):
+        steady.share(10, token_rate=20_000)
+        swinging.share(5, token_rate=15_000)
+        swinging.share(5, token_rate=25_000)
+    # Half a replica is the standard deviation: (2 + 2.25 / 2) / 0.8, and a little for the mean, which follows.
+    assert (steady.target, swinging.target) == (3, 4)
+
+
+def test_a_large_fleet_needs_relatively_less_in_reserve() -> None:
+    """Sixteen such loads at once, that do not swing together, swing four times as far."""
+    few, many = Clock(), Clock(max_replicas=100)
+    for _ in range(60):
+        for sign in (-1, 1):
+            few.share(5, token_rate=20_000 + sign * 7_000)
+            many.share(5, token_rate=16 * 20_000 + sign * 4 * 7_000)
+    assert few.target == 5
+    assert many.target == 48
 
 
 def test_a_replica_goes_after_the_delay_in_which_it_was_never_needed() -> None:
@@ -194,7 +218,9 @@ def test_one_moment_of_need_starts_the_delay_anew() -> None:
     clock.share(59, token_rate=1000)
     assert clock.changes == [3], "which is what that moment needed"
     clock.share(1, token_rate=1000)
-    assert clock.changes == [3, 1]
+    assert clock.changes == [3, 2], "for a load that has shown what it can do"
+    clock.share(120, token_rate=1000)
+    assert clock.changes == [3, 2, 1]
 
 
 def test_fewer_replicas_stay_only_if_they_would_have_room() -> None:
@@ -205,10 +231,10 @@ def test_fewer_replicas_stay_only_if_they_would_have_room() -> None:
 
 
 def test_without_requests_the_last_replica_goes_and_with_one_it_comes_back() -> None:
-    clock = Clock(target=2, min_replicas=0)
-    for _ in range(61):
+    clock = Clock(target=3, min_replicas=0)
+    for _ in range(62):
         clock.step(*[stats(token_rate=500)] * clock.target)
-    assert clock.changes == [0]
+    assert clock.changes == [1, 0], "Serve lets only one replica go to none"
     clock.step(queued=1)
     assert clock.target == 1
     for _ in range(100):
@@ -237,11 +263,11 @@ def test_silent_replicas_hold_what_there_is_and_do_not_stop_what_is_needed(num_s
     assert clock.changes == []
     if num_silent < 3:
         clock.step(stats(active=1, running=16, waiting=100), serving=3, num_silent=num_silent)
-        assert clock.target == 10
+        assert clock.target == 8
 
 
 def test_late_first_tokens_add_one_replica_at_a_time() -> None:
-    late = stats(active=1, running=1, ttft_s=5.0, queue_s=4.0)
+    late = stats(active=1, running=1, first_tokens=1, ttft_seconds=5.0, queue_seconds=4.0)
     clock = Clock(target=2)
     clock.step(late, late)
     clock.step(late, late, seconds=29.0)
@@ -261,15 +287,24 @@ def test_late_first_tokens_add_one_replica_at_a_time() -> None:
 def test_late_first_tokens_settle_what_lies_between_the_thresholds() -> None:
     """2.6 busy replicas are too many for 3 at 80 %, but not so many that a fourth must come."""
     clock = Clock(target=3)
-    late = {"ttft_s": 15.0, "queue_s": 12.0}  # of each replica, 5 and 4
+    late = {"first_tokens": 6.0, "ttft_seconds": 30.0, "queue_seconds": 24.0}
     clock.share(100, token_rate=26_000)
     assert clock.changes == []
     clock.share(1, token_rate=26_000, **late)
     assert clock.changes == [4]
 
 
+def test_one_late_first_token_does_not_outweigh_many_that_are_in_time() -> None:
+    late = stats(active=1, first_tokens=1, ttft_seconds=5.0, queue_seconds=4.0)
+    quick = stats(active=1, first_tokens=99, ttft_seconds=50.0, queue_seconds=30.0)
+    clock = Clock(target=2)
+    for _ in range(100):
+        clock.step(late, quick)
+    assert [change for change in clock.changes if change > 2] == []
+
+
 def test_first_tokens_that_are_late_for_their_own_length_add_nothing() -> None:
-    long_prompts = stats(active=1, running=1, ttft_s=50.0, queue_s=4.0)
+    long_prompts = stats(active=1, running=1, first_tokens=1, ttft_seconds=50.0, queue_seconds=4.0)
     clock = Clock(target=2)
     for _ in range(100):
         clock.step(long_prompts, long_prompts)
@@ -279,7 +314,7 @@ def test_first_tokens_that_are_late_for_their_own_length_add_nothing() -> None:
 def test_late_first_tokens_keep_what_there_is() -> None:
     clock = Clock(target=2, max_replicas=2)
     for _ in range(200):
-        clock.step(*[stats(active=1, ttft_s=5.0, queue_s=4.0)] * 2)
+        clock.step(*[stats(active=1, first_tokens=1, ttft_seconds=5.0, queue_seconds=4.0)] * 2)
     assert clock.changes == []
 
 
@@ -303,15 +338,15 @@ def test_a_steady_load_changes_the_number_once_at_most(load: dict[str, float], s
     assert decide(fleet(clock.target, [stats()] * clock.target), GOALS, State(), 0.0).replicas == clock.target
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(loads=st.lists(LOADS, min_size=1, max_size=3), period=st.integers(1, 19))
 def test_a_load_that_swings_faster_than_the_delay_changes_nothing_once_it_is_known(
     loads: list[dict[str, float]], period: int
 ) -> None:
     clock = Clock(target=1)
-    for load in loads * 4:
-        clock.share(period, **load)
-    assert clock.changes == sorted(clock.changes), "from one replica on it only rises"
+    while clock.now < START_S + 20 * GOALS.downscale_delay_s:
+        for load in loads:
+            clock.share(period, **load)
     clock.changes.clear()
     for load in loads * 8:
         clock.share(period, **load)

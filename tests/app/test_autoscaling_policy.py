@@ -93,13 +93,21 @@ def test_one_value_that_is_none_makes_a_report_none(value: Any) -> None:
     assert parsed is None or parsed == ReplicaStats(**report | {"kv_blocks_used": float(value)})
 
 
-def test_an_old_report_is_none_to_scale_down_by() -> None:
+@pytest.mark.parametrize("clock_s", [-3600.0, 0.0, 3600.0])
+def test_an_old_report_is_none_to_scale_down_by(clock_s: float) -> None:
+    """Whatever the clock of the replica's node says."""
     running = replica_ids(2)
-    raw = raw_metrics(stats()._asdict(), stats()._asdict())
     scaler, state = policy(), {}
-    for now in range(11, 200):
-        wanted, state = scaler(context(2, running, raw, state, current_time=float(now)))
-        assert wanted == 2
+    wanted = []
+    for now in range(200):
+        raw = raw_metrics(stats()._asdict(), stats()._asdict(), at=clock_s + min(now, 20))
+        replicas, state = scaler(context(2, running, raw, state, current_time=float(now)))
+        wanted.append(replicas)
+    assert wanted == [2] * 200
+    for now in range(200, 261):
+        raw = raw_metrics(stats()._asdict(), stats()._asdict(), at=clock_s + now)
+        replicas, state = scaler(context(replicas, running, raw, state, current_time=float(now)))
+    assert replicas == 0, "idle for downscale_delay_s, by new reports"
 
 
 @pytest.fixture
@@ -164,15 +172,16 @@ def test_the_rate_counts_what_waits_as_well_as_what_was_done() -> None:
     recorded(recorder, 0.0, load(), Counts())
     recorded(recorder, 5.0, load(2, queued_prefill_tokens=300), Counts())
     later = recorded(recorder, 10.0, load(2, queued_prefill_tokens=100), Counts(200.0, 50.0))
-    assert later.token_rate == (100 + 200 + 50) / 10
+    assert later.token_rate == (100 + 200) / 10
 
 
 def test_rates_end_with_the_window() -> None:
     recorder = StatsRecorder(window_s=10.0)
     counts = Counts(400.0, 100.0, 4.0, 2.0, 1.0)
     reports = [recorded(recorder, float(now), load(4), counts) for now in range(12)]
-    assert [r.token_rate for r in reports] == [50.0] * 10 + [0.0] * 2
-    assert [(r.ttft_s, r.queue_s, r.decoding) for r in (reports[0], reports[-1])] == [(0.5, 0.25, 1), (0, 0, 0)]
+    assert [r.token_rate for r in reports] == [40.0] * 10 + [0.0] * 2
+    told = [(r.first_tokens, r.ttft_seconds, r.queue_seconds, r.decoding) for r in (reports[0], reports[-1])]
+    assert told == [(4, 2.0, 1.0, 1), (0, 0, 0, 0)]
 
 
 @settings(deadline=None)
@@ -198,7 +207,8 @@ def test_what_an_engine_did_is_read_from_its_metrics(tiny_folder: Path, cached: 
     for _ in range(2):
         llm.generate([prompt], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     counts = Counts.of(llm.core.metrics.registry)
-    assert counts.prefill_tokens == 40 + (8 if cached else 40), "two blocks of the second prompt were there"
+    prefill = 40 + (8 if cached else 40)
+    assert counts.computed_tokens == prefill + 2 * 2, "two blocks of the second prompt were there; last tokens are not"
     assert (counts.generated_tokens, counts.first_tokens) == (6, 2)
     assert 0 < counts.queue_seconds < counts.ttft_seconds
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MOST_REQUESTS = 60_000
 """So many are replayed, some 25 times, in a few minutes; with more, a slower class of replicas is the default."""
 
+MOST_COPIED_REQUESTS = 1_000_000
+"""So many take hours."""
+
 MOST_MEAN_REPLICAS = 1000
 """Larger fleets take hours."""
 
@@ -37,7 +40,9 @@ def autoscaling(
     replica: Annotated[
         str, typer.Option(help="Class of the replicas: h200 or l40s.", show_default="h200, unless too many requests")
     ] = "",
-    startup_s: Annotated[float, typer.Option(min=0, help="Seconds until a new replica takes requests.")] = 60.0,
+    startup_s: Annotated[
+        float, typer.Option(min=0, max=86_400, help="Seconds until a new replica takes requests.")
+    ] = 60.0,
     ttft_target: Annotated[float, typer.Option(help="Seconds to the first token that meet the objective.")] = 5.0,
     tpot_target: Annotated[
         float, typer.Option(help="Seconds per output token, on average over a request, that meet it.")
@@ -94,8 +99,15 @@ def autoscaling(
             tpot_target_s=tpot_target,
             seed=seed,
         )
-        if scenario.copies * len(requests) < 1:
-            rule = f"{len(requests):,} requests are too many for it; take more of the trace, or more replicas"
+        count = scenario.copies * len(requests)
+        if count < 1:
+            rule = f"so many are busy with less than one of the trace's {len(requests):,} requests"
+            raise InvalidParameter.of("mean_replicas", mean_replicas, rule)
+        if count > MOST_COPIED_REQUESTS:
+            rule = (
+                f"it takes {count:.3g} requests to keep so many busy over all of the trace's time; "
+                f"at most {MOST_COPIED_REQUESTS:,} are replayed"
+            )
             raise InvalidParameter.of("mean_replicas", mean_replicas, rule)
         typer.echo(_introduction(scenario))
         comparison = compare(scenario, processes)
@@ -155,8 +167,9 @@ def _show(comparison: Comparison) -> None:
     times = ("TTFT p50, s", "p99", "TPOT p50, ms", "p99")
     best = comparison.best["ray_default"]
     points = 100 * (comparison.manta.attainment - best.attainment)
-    more = f"{-100 * comparison.saving:+.0f} % replica-hours against Ray's best"
-    title = f"Autoscaling: manta takes {more}, for {points:+.2f} points of attainment"
+    percent = round(100 * comparison.saving)
+    hours = f"{abs(percent)} % {'fewer' if percent >= 0 else 'more'} replica-hours than Ray's best"
+    title = f"Autoscaling: manta takes {hours}, and meets the objective for {points:+.2f} points of the requests"
     show(title, (*columns, *times, "settings"), rows)
 
 

@@ -31,7 +31,7 @@ def routing(
     trace: Annotated[
         Path, typer.Option(help="Mooncake's .jsonl, or Azure's .csv, whose prompts have nothing in common.")
     ],
-    replicas: Annotated[int, typer.Option(min=1, help="How many there are.")] = 16,
+    replicas: Annotated[int, typer.Option(min=1, max=1000, help="How many there are.")] = 16,
     load: Annotated[
         float, typer.Option(help="Prompt tokens that arrive, over what all replicas could compute without a cache.")
     ] = 0.8,
@@ -39,7 +39,10 @@ def routing(
         float, typer.Option(help="KV blocks of all replicas together, over the trace's distinct blocks.")
     ] = 0.25,
     ingresses: Annotated[
-        int, typer.Option(min=1, help="Processes that route, which know of each other's requests from replicas alone.")
+        int,
+        typer.Option(
+            min=1, max=100, help="Processes that route, which know of each other's requests from replicas alone."
+        ),
     ] = 1,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Requests.", show_default="all of the trace")] = None,
     step_ms: StepMs = 5.0,
@@ -74,6 +77,9 @@ def routing(
 
         for name, value in (("load", load), ("cache_fraction", cache_fraction)):
             _check_positive(name, value)
+        if cache_fraction > replicas:
+            rule = f"must be at most {replicas}, with which each replica holds all of them"
+            raise InvalidParameter.of("cache_fraction", cache_fraction, rule)
         cost = _step_cost(fit, step_ms, prefill_rate, bandwidth)
         requests = simulated_requests(trace_requests(trace, num_prompts))
         setup = setup_for(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +84,7 @@ def test_table_says_what_was_simulated(done: tuple[str, dict[str, Any], Path]) -
         "class h200: a step takes 5 ms + 20 µs a token + 32.8 ns a token read",
         "1 at first, 1 to 4, 5 s to start one",
         "first token within 5 s, 50 ms per output token",
-        "replica-hours against Ray's best, for ",
+        "replica-hours than Ray's best, and meets the objective for ",
         "target_ongoing_requests",
     ):
         assert text in output
@@ -92,7 +96,10 @@ def test_table_says_what_was_simulated(done: tuple[str, dict[str, Any], Path]) -
     [
         (("--mean-replicas", 0), "mean_replicas=0.0: must be above 0"),
         (("--mean-replicas", 1e6), "mean_replicas=1000000.0: must be at most 1,000"),
-        (("--mean-replicas", 1e-6), "requests are too many for it"),
+        (
+            ("--mean-replicas", 1e-6),
+            "mean_replicas=1e-06: so many are busy with less than one of the trace's 988 requests",
+        ),
         (("--ttft-target", -1), "ttft_target=-1.0: must be above 0"),
         (("--tpot-target", "nan"), "tpot_target=nan: must be above 0"),
         (("--replica", "h100"), "replica='h100': must be h200 or l40s"),
@@ -108,10 +115,40 @@ def test_bad_options_are_told_in_one_line(args: tuple[object, ...], told: str) -
 
 
 def test_what_is_no_trace_is_told_in_one_line(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.jsonl"
+    broken, sparse = tmp_path / "broken.jsonl", tmp_path / "sparse.jsonl"
     broken.write_text('{"timestamp": 0}\n')
-    for trace, told in ((broken, "is no request of a Mooncake trace"), (tmp_path / "none.jsonl", "No such file")):
+    request = '{"timestamp": %d, "input_length": 600, "output_length": 10, "hash_ids": [1, 2]}\n'
+    sparse.write_text(request % 0 + request % (86_400_000 * 365))
+    for trace, told in (
+        (broken, "is no request of a Mooncake trace: input_length: Field required"),
+        (sparse, "requests to keep so many busy over all of the trace's time; at most 1,000,000 are replayed"),
+        (tmp_path / "none.jsonl", "No such file"),
+    ):
         result = autoscaling(trace=trace)
         assert result.exit_code == 2
         assert told in result.output
         assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("to_group", [True, False])
+def test_ctrl_c_ends_it_and_its_workers(to_group: bool) -> None:
+    """A terminal sends Ctrl-C to all of a process group; whoever ends a job, often to its first process alone."""
+    args = ["bench", "autoscaling", "--trace", str(CUT), "--processes", "2"]
+    bench = subprocess.Popen(
+        [sys.executable, "-u", "-c", "from app.cli.main import app; app()", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert bench.stdout is not None
+        assert "988 requests" in bench.stdout.readline()
+        while len(Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()) < 2:
+            assert bench.poll() is None
+        (os.killpg if to_group else os.kill)(bench.pid, signal.SIGINT)
+        _, errors = bench.communicate(timeout=60)
+    finally:
+        bench.kill()
+    assert bench.returncode == 130, errors
+    assert errors == ""
