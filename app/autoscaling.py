@@ -168,7 +168,7 @@ class Demand(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """How many replicas there are to be, for the next decision its state, and why where that is a change."""
+    """How many replicas there are to be, for the next decision its state, and why, where that is a change."""
 
     replicas: int
     state: State
@@ -294,6 +294,7 @@ def decide(fleet: Fleet, goals: Goals, state: State, now: float) -> Decision:
         # Serve lets only one replica go to none.
         replicas = needs[0][1] if target == 1 else max(1, needs[0][1])
         reason = f"no more was needed for {goals.downscale_delay_s:g} s"
+    reason += f"; demand {most.replicas:.2f}, {usual.expected:.2f} expected"
     return Decision(replicas, State(tuple(needs), replicas, fleet.serving, since, speed, usual), reason)
 
 
@@ -313,21 +314,25 @@ class AutoscalingPolicy:
         """The number of replicas, and the state for the next call. What goes wrong in here changes no number."""
         try:
             now = time.time() if context.current_time is None else context.current_time
+            state = context.policy_state.get("scaling", State())
             fleet, seen = fleet_of(context, context.policy_state.get("seen", {}), now)
-            decision = decide(fleet, self._goals, context.policy_state.get("scaling", State()), now)
+            decision = decide(fleet, self._goals, state, now)
         except Exception:
             if not context.policy_state.get("failed"):
                 logger.exception("autoscaling_failed deployment=%s", context.deployment_name)
             return context.target_num_replicas, context.policy_state | {"failed": True}
-        if decision.replicas != context.target_num_replicas:
-            logger.info(
-                "autoscaling deployment=%s replicas=%d target=%d reason=%s",
-                context.deployment_name,
-                context.target_num_replicas,
-                decision.replicas,
-                decision.reason,
+        before, name = context.target_num_replicas, context.deployment_name
+        if state.decided not in (-1, before):
+            _log_change(
+                name, state.decided, before, "set by Serve, as for the first request of a model without replicas"
             )
+        if decision.replicas != before:
+            _log_change(name, before, decision.replicas, decision.reason)
         return decision.replicas, {"scaling": decision.state, "seen": seen}
+
+
+def _log_change(deployment: str, before: int, target: int, reason: str) -> None:
+    logger.info("autoscaling deployment=%s replicas=%d target=%d reason=%s", deployment, before, target, reason)
 
 
 class Seen(NamedTuple):

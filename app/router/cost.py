@@ -47,6 +47,9 @@ their requests do not come at the same moments."""
 SEQUENCE_TOKENS = 2.0
 """What a request counts, running or waiting, beside its queued tokens: its decoding takes a part of each step."""
 
+SEAT_TOKENS = 256.0
+"""What each request before it counts that has to end first, where a replica runs as many as it can."""
+
 KV_PRESSURE_FROM = 0.9
 """Share of the KV blocks in use from which on a request may have to wait for others to end, or preempt them."""
 

@@ -21,6 +21,7 @@ from hashlib import sha256
 from app.router.cost import (
     MOST_SLOW,
     OTHERS_SHARE,
+    SEAT_TOKENS,
     SEQUENCE_TOKENS,
     SPREAD_WEIGHT,
     PrefixUses,
@@ -235,6 +236,7 @@ class ReplicaIndex:
 
     def _record_load(self, state: ReplicaState, load: EngineLoad) -> None:
         state.load, state.waiting, state.load_cost = load, load.waiting, load_cost(load)
+        state.held = load.running + load.waiting
         self._reports_to_pool -= 1
         if self._reports_to_pool <= 0:
             loads = [each.load for each in list(self._replicas.values()) if each.load is not None]
@@ -268,13 +270,15 @@ class ReplicaIndex:
         copy_weight = size * self._uses.copy_weight(prefix, num_copies)
         spread_weight = SPREAD_WEIGHT * call.num_tokens
         unseen = 1.0 + OTHERS_SHARE * (self.settings.num_ingresses - 1)
-        full = max(self.settings.max_queued_requests, 1)
+        full, seats = max(self.settings.max_queued_requests, 1), self.settings.max_num_seqs - call.num_requests
         depth_of, sent = depths.get, self._sent.shares([state.bit for state in states.values()])
         costs: list[tuple[float, str]] = []
         for (replica_id, state), share in zip(states.items(), sent, strict=True):
             cost = state.load_cost + copy_weight * (deepest - depth_of(state.bit, 0))
             if state.new_requests:
                 cost += unseen * (state.new_tokens + SEQUENCE_TOKENS * state.new_requests)
+            if (before := state.held + state.new_requests - seats) > 0:
+                cost += SEAT_TOKENS * before
             cost = cost * state.slowness + spread_weight * share * state.spread_slowness
             costs.append((cost if state.waiting < full else cost + FULL, replica_id))
         costs.sort()

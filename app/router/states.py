@@ -16,12 +16,14 @@ class RoutingSettings:
     Attributes:
         block_size: tokens of a KV block.
         max_queued_requests: from so many waiting requests on a replica is full.
+        max_num_seqs: requests that run at a time.
         num_ingresses: processes that route to these replicas, each of which learns only later of the others' choices.
     """
 
     block_size: int = 16
     max_queued_requests: int = 256
     num_ingresses: int = 1
+    max_num_seqs: int = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +36,8 @@ class ReplicaState:
         load: as the replica reported it last; None until it did.
         load_cost: what that means for a new request, in tokens.
         slowness: how long its steps take against the others'; spread_slowness is what of it counts for spreading.
-        waiting: requests that wait there. A replica whose stream broke, and from which nothing has come since, is as
+        held: requests there, running or waiting, as it reported last.
+        waiting: those that wait. A replica whose stream broke, and from which nothing has come since, is as
             good as full: Ray may be slow to see that it died.
         new_requests, new_tokens: that this process sent there and no reported load counts yet. The router's.
     """
@@ -46,6 +49,7 @@ class ReplicaState:
     load_cost: float = 0.0
     slowness: float = 1.0
     spread_slowness: float = 1.0
+    held: int = 0
     waiting: float = 0
     new_requests: int = 0
     new_tokens: int = 0
@@ -53,7 +57,7 @@ class ReplicaState:
     @property
     def requests(self) -> int:
         """Requests there, as well as it is known."""
-        return (self.load.running + self.load.waiting if self.load else 0) + self.new_requests
+        return self.held + self.new_requests
 
 
 @dataclass(slots=True, eq=False)

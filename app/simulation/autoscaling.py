@@ -155,7 +155,8 @@ def run(
     """
     loop = EventLoop()
     times = NewsTimes()
-    router = CountedRouter(ReplicaIndex(RoutingSettings(block_size=BLOCK_SIZE)))
+    settings = RoutingSettings(block_size=BLOCK_SIZE, max_num_seqs=setup.config.max_num_seqs)
+    router = CountedRouter(ReplicaIndex(settings))
     fleet = Fleet(
         loop,
         config=setup.config,

@@ -95,7 +95,9 @@ def setup_for(
 def router_makers(requests: Iterable[EngineRequest], setup: Setup) -> dict[str, Callable[[int], Router]]:
     """What makes the router of the i-th ingress, by the router's name."""
     common = common_blocks(requests)
-    settings = RoutingSettings(block_size=BLOCK_SIZE, num_ingresses=setup.num_ingresses)
+    settings = RoutingSettings(
+        block_size=BLOCK_SIZE, num_ingresses=setup.num_ingresses, max_num_seqs=setup.config.max_num_seqs
+    )
     seed = setup.seed * setup.num_ingresses
 
     return {

@@ -134,9 +134,13 @@ def test_a_change_is_logged_once_with_its_reason(log: pytest.LogCaptureFixture) 
     running, raw = replica_ids(1), raw_metrics(stats(active=1, running=16, waiting=16)._asdict())
     scaler = policy()
     wanted, state = scaler(context(1, running, raw, {}))
-    scaler(context(wanted, running, raw, state))
+    wanted, state = scaler(context(wanted, running, raw, state))
+    scaler(context(5, running, raw, state))
     assert [r.getMessage() for r in log.records] == [
-        "autoscaling deployment=model-demo replicas=1 target=3 reason=sequences: 32, 16 a replica"
+        "autoscaling deployment=model-demo replicas=1 target=3 reason=sequences: 32, 16 a replica; "
+        "demand 2.00, 2.00 expected",
+        "autoscaling deployment=model-demo replicas=3 target=5 reason=set by Serve, as for the first request of a "
+        "model without replicas",
     ]
 
 

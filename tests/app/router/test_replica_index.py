@@ -118,6 +118,18 @@ def test_a_prefix_does_not_outweigh_a_queue_that_takes_longer_than_computing_it(
     assert fleet.send(replace(prompt("x", 20), request_id="y")) == "b"
 
 
+def test_a_replica_without_a_free_seat_is_left_to_longer_prefixes() -> None:
+    fleet = Fleet("ab", max_num_seqs=8)
+    fleet.hold("a", prompt("x", 2, shared=2))
+    fleet.hold("a", prompt("y", 40))
+    fleet.say("a", load(running=7))
+    assert fleet.send(prompt("1", 20, shared=2)) == "a"
+    assert fleet.send(prompt("2", 20, shared=2)) == "b", "the first one took the last seat"
+    assert fleet.send(replace(prompt("y", 60), request_id="3")) == "a"
+    fleet.say("a", load(running=8, waiting=40))
+    assert fleet.send(replace(prompt("y", 60), request_id="4")) == "b"
+
+
 def test_a_burst_between_two_reports_is_spread_evenly() -> None:
     fleet = Fleet("abcdefgh")
     places = Counter(fleet.send(prompt(f"r{number}", 20)) for number in range(80))
