@@ -40,6 +40,7 @@ on what a service that is full has to do for each request."""
 
 REOPEN_PAUSE_S = 0.2
 ABORT_RETRY_S = 0.05
+SNAPSHOT_TIMEOUT_S = 30.0
 
 
 class RayEngineClient:
@@ -328,8 +329,9 @@ class RayEngineClient:
 
     async def _fetch_snapshot(self, link: Link) -> None:
         try:
-            snapshot: KVSnapshot = await self._call_pinned("kv_snapshot", link.replica_id)
-        except (RayError, RayServeException, TransportError) as error:
+            async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
+                snapshot: KVSnapshot = await self._call_pinned("kv_snapshot", link.replica_id)
+        except (RayError, RayServeException, TransportError, TimeoutError) as error:
             logger.warning("kv_snapshot_failed replica=%s error=%s", link.replica_id, type(error).__name__)
             self._index.forget_blocks(link.replica_id)
         else:

@@ -116,7 +116,13 @@ def _replicas(model: ModelDeployment, num_ingresses: int, log_level: str, router
         request_router_config=RequestRouterConfig(
             request_router_class=router,  # type: ignore[arg-type]
             request_router_kwargs=asdict(
-                RoutingSettings(engine.block_size, model.max_queued_requests, num_ingresses, engine.max_num_seqs)
+                RoutingSettings(
+                    engine.block_size,
+                    model.max_queued_requests,
+                    num_ingresses,
+                    engine.max_num_seqs,
+                    engine.enable_prefix_caching,
+                )
             ),
         ),
     )

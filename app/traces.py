@@ -112,4 +112,4 @@ def _azure(path: Path) -> Iterator[TraceRequest]:
                 is_sound = False
             if not is_sound:
                 raise InvalidParameter("trace", f"{path}, line {number}: is no request of an Azure trace")
-            yield TraceRequest(arrival_s, *(max(each, 1) for each in lengths))
+            yield TraceRequest(arrival_s, max(lengths[0], 1), max(lengths[1], 1))

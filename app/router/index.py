@@ -146,7 +146,8 @@ class ReplicaIndex:
         """Notes a call that is about to be routed: the children of one prompt."""
         first = requests[0]
         # Prompt logprobs are of tokens that are computed, so that such a prompt finds nothing in a cache.
-        hashes = first.block_hashes if first.params.prompt_logprobs is None else ()
+        finds_prefixes = self.settings.enable_prefix_caching and first.params.prompt_logprobs is None
+        hashes = first.block_hashes if finds_prefixes else ()
         num_tokens = len(first.prompt_token_ids) + len(first.output_token_ids)
         call = Call(len(requests), num_tokens, hashes)
         self._calls[call_id] = call
@@ -158,7 +159,6 @@ class ReplicaIndex:
         state = self._replicas.get(replica_id)
         if state is None:
             return False
-        gap = state.blocks.apply(item.kv_seq, item.kv_events)
         for output in item.outputs:
             call = self._unstarted.pop(output.request_id, None)
             if call is not None:
@@ -171,7 +171,8 @@ class ReplicaIndex:
             if (call := self._calls.get(call_id)) is not None:
                 self._known.append(call)
         self._record_load(state, item.load)
-        return gap
+        # After what was found: an item of several steps can also say that it was removed since.
+        return state.blocks.apply(item.kv_seq, item.kv_events)
 
     def refuse(self, call_id: str) -> bool:
         """Notes that the replica which was given a call refused it. True: there is one that has not."""
@@ -217,6 +218,8 @@ class ReplicaIndex:
         """Forgets a replica that takes no more requests, and what it held."""
         if replica_id not in self.members and (state := self._replicas.pop(replica_id, None)):
             self.prefixes.drop(state.bit)
+            # What they would have left there is not to be found at the next one with this bit.
+            self._started += [call for call in self._calls.values() if call.expected_on is state]
             self._free_bits.append(state.bit)
 
     def restore_blocks(self, replica_id: str, seq: int, stored: Iterable[BlockStored]) -> None:

@@ -17,11 +17,12 @@ class PrefixIndex:
     There are two tables. `stored` is what the replicas' KV events say; its size is bounded, and of what was used least
     recently the tail of a chain goes first, since nothing behind a missing block can be matched: chains are put in
     order when a prompt gets its first token, and when it ends. `coming` is what prompts that are on their way to a
-    replica will leave there: each block counts from the decision to send the prompt
-    until its first token, by when the events have said so.
+    replica will leave there: each block counts from the decision to send the prompt until its first token, by when the
+    events have said so.
 
     Two threads share it without a lock, each writing one of the tables: that of the transport `stored`, that of the
-    router `coming`. A reader may see a table in the middle of a change, as if half of it had not come yet.
+    router `coming`. A reader may see a table in the middle of a change, as if half of it had not come yet. A bit is not
+    given out again before the transport has dropped what it stood for.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
@@ -164,11 +165,11 @@ class CachedBlocks:
             self._awaiting_snapshot = True
             self._held_back = [(seq, events)]
             return True
-        if self._awaiting_snapshot:
-            self._held_back.append((seq, events))
-        else:
+        if not self._awaiting_snapshot:
             for event in events:
                 self._apply_one(event)
+        elif events:
+            self._held_back.append((seq, events))
         return False
 
     def restore(self, seq: int, stored: Iterable[BlockStored]) -> None:

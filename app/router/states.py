@@ -17,6 +17,7 @@ class RoutingSettings:
         block_size: tokens of a KV block.
         max_queued_requests: from so many waiting requests on a replica is full.
         max_num_seqs: requests that run at a time.
+        enable_prefix_caching: whether the replicas keep blocks at all.
         num_ingresses: processes that route to these replicas, each of which learns only later of the others' choices.
     """
 
@@ -24,6 +25,7 @@ class RoutingSettings:
     max_queued_requests: int = 256
     num_ingresses: int = 1
     max_num_seqs: int = 256
+    enable_prefix_caching: bool = True
 
 
 @dataclass(slots=True, eq=False)

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.router.cost import LEAST_SENT
 from app.router.index import ReplicaIndex
 from app.router.states import RoutingSettings
 from app.transport import StreamItem
-from engine.kv_cache.events import BlockStored, KVEvent
+from engine.kv_cache.events import BlockRemoved, BlockStored, KVEvent
 from engine.outputs import EngineLoad, EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -142,6 +143,19 @@ def test_a_burst_over_several_ingresses_is_spread_too() -> None:
     places = Counter(fleets[number % 4].send(prompt(f"r{number}", 20)) for number in range(160))
     assert len(places) == 8
     assert max(places.values()) <= 2 * 160 / 8
+
+
+def test_with_other_ingresses_what_was_sent_counts_for_what_they_sent_unseen() -> None:
+    """The longer match is worth a queue of one prompt, but not of what four ingresses may have sent there."""
+    places = []
+    for num_ingresses in (1, 4):
+        fleet = Fleet("ab", num_ingresses=num_ingresses)
+        fleet.hold("a", prompt("x", 24, shared=4))
+        first = prompt("1", 24, shared=4)
+        fleet.index.begin("1", [first])
+        fleet.index.assign("1", "a", accepted=True)
+        places.append(fleet.send(prompt("2", 5, shared=4)))
+    assert places == ["a", "b"]
 
 
 def test_ingresses_that_know_nothing_send_a_new_prefix_to_the_same_replica() -> None:
@@ -393,6 +407,65 @@ def test_a_replica_that_comes_back_under_its_bit_has_nothing_of_the_one_before()
     assert fleet.index.cached_blocks("n") == fleet.index.cached_blocks("a") == frozenset()
     fleet.say("n", load(running=9))
     assert fleet.send(prompt("x", 20)) == "b"
+
+
+def test_what_a_replica_was_sent_does_not_count_for_the_next_under_its_bit() -> None:
+    fleet = Fleet("ab")
+    for number in range(8):
+        fleet.send(prompt(f"{number}", 20))
+    bit, other = (fleet.index._replicas[name].bit for name in "ab")
+    assert fleet.index._sent.shares([bit, other])[0] > LEAST_SENT
+    fleet.index.set_members("b")
+    fleet.index.drop("a")
+    fleet.join("n")
+    assert fleet.index._replicas["n"].bit == bit
+    assert fleet.index._sent.shares([bit, other])[0] == LEAST_SENT
+
+
+def test_what_was_on_its_way_to_a_replica_that_was_dropped_is_not_taken_to_be_at_the_next() -> None:
+    fleet = Fleet("a")
+    fleet.send(prompt("x", 20))
+    fleet.index.set_members("b")
+    fleet.index.drop("a")
+    fleet.join("c")
+    fleet.index.begin("again", [replace(prompt("x", 20), request_id="again")])
+    fleet.index.choose("again", ["b"])
+    bits = [fleet.index._replicas[name].bit for name in "bc"]
+    assert fleet.index.prefixes.match(prompt("x", 20).block_hashes, sum(bits)) == {bits[0]: 20}
+
+
+def test_a_block_that_was_found_and_removed_since_is_not_there() -> None:
+    fleet = Fleet("a")
+    fleet.hold("a", prompt("x", 20))
+    fleet.send(prompt("x", 20))
+    found = EngineOutput("x", (1,), num_cached_tokens=19 * SIZE)
+    removed = BlockRemoved(tuple(prompt("x", 20).block_hashes))
+    fleet.index.receive("a", StreamItem([found], fleet.seqs["a"], [removed], IDLE, ()))
+    assert fleet.index.cached_blocks("a") == frozenset()
+
+
+def test_replicas_without_a_prefix_cache_share_equal_prompts() -> None:
+    fleets = [Fleet("abcd", enable_prefix_caching=cached) for cached in (True, False)]
+    places = [Counter(fleet.send(prompt(f"{number}", 20, shared=19)) for number in range(8)) for fleet in fleets]
+    assert max(places[0].values()) > 2
+    assert set(places[1].values()) == {2}
+
+
+@pytest.mark.parametrize("first_token", [True, False])
+def test_the_blocks_of_a_prompt_that_was_just_there_are_the_last_to_be_forgotten(first_token: bool) -> None:
+    fleet = Fleet("a")
+    fleet.index.prefixes._max_blocks = 45
+    for name in "xy":
+        fleet.hold("a", prompt(name, 20))
+    fleet.send(prompt("x", 20))
+    if first_token:
+        fleet.say("a", first_of=("x",))
+    else:
+        fleet.index.end("x", ["x"])
+    fleet.hold("a", prompt("z", 20))
+    bit = fleet.index._replicas["a"].bit
+    kept = [fleet.index.prefixes.match(prompt(name, 20).block_hashes, bit)[bit] for name in "xyz"]
+    assert kept == [20, 5, 20]
 
 
 def test_a_member_is_not_dropped() -> None:
