@@ -120,6 +120,14 @@ class ModelDeployment(StrictModel):
         default=120.0, ge=0, description="Seconds that a stopping replica has to finish its requests."
     )
 
+    @field_validator("num_replicas", "autoscaling", mode="before")
+    @classmethod
+    def _is_not_auto(cls, given: Any) -> Any:
+        if given == "auto":
+            text = "'auto': for as many replicas as the load needs write `autoscaling: {max_replicas: 4}`"
+            raise PydanticCustomError("replicas", "{message}", {"message": text})
+        return given
+
     @model_validator(mode="after")
     def _check_replicas(self) -> "ModelDeployment":
         if self.autoscaling is not None and "num_replicas" in self.model_fields_set:

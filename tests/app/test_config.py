@@ -107,6 +107,8 @@ def model(**given: Any) -> dict[str, Any]:
             "models.0",
             "num_replicas: autoscaling decides it",
         ),
+        ({"models": [model(num_replicas="auto")]}, "models.0.num_replicas", "write `autoscaling: {max_replicas: 4}`"),
+        ({"models": [model(autoscaling="auto")]}, "models.0.autoscaling", "write `autoscaling: {max_replicas: 4}`"),
         ({"models": [model()], "access": {}}, "access", "either `keys_file`, or `keys_env`, or `open: true`"),
         ({"models": [model()], "access": {"open": True, "keys_env": "K"}}, "access", "say who may use the service"),
         ({"models": [model()], "access": {"keys_file": ""}}, "access.keys_file", "at least 1 character"),
