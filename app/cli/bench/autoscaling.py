@@ -160,17 +160,19 @@ def _introduction(scenario: Scenario) -> str:
 def _show(comparison: Comparison) -> None:
     from app.cli.bench.report import show
 
-    rows: list[list[object]] = [_row(TITLES[name], trial) for name, trial in comparison.best.items()]
+    trials = {TITLES[name]: trial for name, trial in comparison.best.items()}
     if (as_good := comparison.ray_as_good) is not None:
-        rows.insert(2, _row("Ray's, as good as manta", as_good))
-    columns = ("", "objective met", "replica-hours", "scale events", "replicas, mean", "most")
-    times = ("TTFT p50, s", "p99", "TPOT p50, ms", "p99")
+        trials["Ray's, as good as manta"] = as_good
+    columns = ("", "objective\nmet", "replica-\nhours", "scale\nevents", "replicas,\nmean", "\nmost")
+    times = ("TTFT, s\np50", "\np99", "TPOT, ms\np50", "\np99")
     best = comparison.best["ray_default"]
     points = 100 * (comparison.manta.attainment - best.attainment)
     percent = round(100 * comparison.saving)
     hours = f"{abs(percent)} % {'fewer' if percent >= 0 else 'more'} replica-hours than Ray's best"
-    title = f"Autoscaling: manta takes {hours}, and meets the objective for {points:+.2f} points of the requests"
-    show(title, (*columns, *times, "settings"), rows)
+    title = f"Autoscaling: manta takes {hours}, for {points:+.2f} points of attainment"
+    show(title, (*columns, *times), [_row(name, trial) for name, trial in trials.items()])
+    for name, trial in trials.items():
+        typer.echo(f"{name}: " + ", ".join(f"{key} {value:g}" for key, value in trial.settings.values.items()))
 
 
 def _row(title: str, trial: Trial) -> list[object]:
@@ -184,5 +186,4 @@ def _row(title: str, trial: Trial) -> list[object]:
         figures["max_replicas"],
         *(f"{figures[name]:.2f}" for name in ("ttft_p50", "ttft_p99")),
         *(f"{1e3 * figures[name]:.1f}" for name in ("tpot_p50", "tpot_p99")),
-        ", ".join(f"{key} {value:g}" for key, value in trial.settings.values.items()),
     ]

@@ -84,7 +84,7 @@ def test_table_says_what_was_simulated(done: tuple[str, dict[str, Any], Path]) -
         "class h200: a step takes 5 ms + 20 µs a token + 32.8 ns a token read",
         "1 at first, 1 to 4, 5 s to start one",
         "first token within 5 s, 50 ms per output token",
-        "replica-hours than Ray's best, and meets the objective for ",
+        "replica-hours than Ray's best, for ",
         "target_ongoing_requests",
     ):
         assert text in output
