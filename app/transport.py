@@ -12,6 +12,8 @@ costs one message a step, however many requests run.
 
 import pickle
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import fields
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from engine.kv_cache.events import BlockStored, KVEvent
@@ -172,6 +174,7 @@ class KVSnapshot(NamedTuple):
 
 
 _NO_EXTRAS = (None, None, None, None)
+_load_numbers = attrgetter(*(each.name for each in fields(EngineLoad)[:-1]))  # all but step_times, the last
 
 
 def pack(item: StreamItem) -> bytes:
@@ -186,16 +189,8 @@ def pack(item: StreamItem) -> bytes:
             outputs.append((output.request_id, output.new_token_ids, output.num_cached_tokens))
         else:
             outputs.append(output)
-    load = item.load
-    numbers = (
-        load.running,
-        load.waiting,
-        load.queued_prefill_tokens,
-        load.kv_blocks_used,
-        load.kv_blocks_total,
-        load.received,
-    )
-    message = (outputs, item.kv_seq, item.kv_events, numbers, tuple(load.step_times), item.known)
+    numbers, step_times = _load_numbers(item.load), tuple(item.load.step_times)
+    message = (outputs, item.kv_seq, item.kv_events, numbers, step_times, item.known)
     return pickle.dumps(message, protocol=5)
 
 

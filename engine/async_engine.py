@@ -123,5 +123,5 @@ class AsyncEngine:
                 if assembler.finished:
                     break
         finally:
-            await steps.aclose()  # type: ignore[attr-defined]
+            await steps.aclose()
             del self._running[processed.request_id]

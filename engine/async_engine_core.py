@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -122,7 +122,7 @@ class AsyncEngineCore:
         self._idle.clear()
         self._commands.put(partial(self._core.add_request, request))
 
-    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncIterator[list[EngineOutput]]:
+    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
         """Runs requests to their end, one item for each step that had news of them.
 
         Closing the iterator early aborts what is unfinished.

@@ -96,17 +96,27 @@ class EngineCore:
 
     All methods are called on one thread. The GIL is released in the executor's tensor work and nowhere else.
 
+    Args:
+        monotonic: seconds on a clock that is never set, by which steps are timed; by `clock` where there is none.
+
     Raises:
         InvalidParameter: a request of max_model_len would not fit the KV blocks that there is memory for.
     """
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, executor: Executor, *, clock: Clock = time.time
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        executor: Executor,
+        *,
+        clock: Clock = time.time,
+        monotonic: Clock | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
         self._executor = executor
         self._clock = clock
+        self._monotonic = monotonic or clock
         self._num_blocks = _num_kv_blocks(config, model_config, executor)
         executor.allocate_kv_cache(self._num_blocks)
         self._kv_cache, self._scheduler = self._new_bookkeeping()
@@ -142,7 +152,8 @@ class EngineCore:
     def from_config(cls, config: EngineConfig, *, clock: Clock = time.time) -> EngineCore:
         """Finds the model, loads it and reserves the KV blocks."""
         model_config = load_model_config(config)
-        return cls(config, model_config, UniProcExecutor(config, model_config), clock=clock)
+        executor = UniProcExecutor(config, model_config)
+        return cls(config, model_config, executor, clock=clock, monotonic=time.monotonic)
 
     @_noting_interrupts
     def add_request(self, spec: EngineRequest) -> None:
@@ -247,7 +258,7 @@ class EngineCore:
     def _run(self) -> list[EngineOutput]:
         if self._in_flight and isinstance(self._in_flight[-1][1], _Refused):
             return self._take_in()  # the step before it was taken in; nothing starts before this one has failed
-        planned = self._clock()
+        planned = self._monotonic()
         work = self._scheduler.schedule()
         if work.steps:
             self._submit(work, planned)
@@ -287,7 +298,7 @@ class EngineCore:
 
     def _note_time(self, work: SchedulerOutput, planned: float) -> None:
         """A step's own time: one that was planned while the step before it ran counts from that one's end."""
-        now = self._clock()
+        now = self._monotonic()
         self._step_times = self._step_times.after(work.num_tokens, max(0.0, now - max(planned, self._last_step_ended)))
         self._last_step_ended = now
 

@@ -14,6 +14,7 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.outputs import EngineLoad, EngineOutput, SampledStep, ScheduledStep, SchedulerOutput
 from engine.request import Clock, FinishReason, Request, RequestStatus
 from engine.sampling_params import InvalidParameter
+from engine.scheduler.claims import PromptClaims
 from engine.scheduler.counts import SchedulerCounts, load_of
 from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.integrity import check_requests
@@ -83,7 +84,7 @@ class Scheduler:
         self._probation = Probation()
         self._released: list[str] = []
         self._early_outputs: list[EngineOutput] = []
-        self._claimed: set[bytes] = set()
+        self._claims = PromptClaims()
         self._counts = SchedulerCounts()
 
     # ---- requests come and go ----
@@ -105,7 +106,8 @@ class Scheduler:
             self._end_early(request, FinishReason.LENGTH, self._clock())
             return
         self._kv.prepare(request)
-        self._claim_blocks(request)
+        if self._kv.enable_prefix_caching:
+            self._claims.claim(request, len(self._kv.match_prefix(request).blocks), self._kv.block_size)
         self._waiting.push(request)
         if spec.deadline is not None:
             self._deadlines.add(spec.deadline, request)
@@ -346,37 +348,14 @@ class Scheduler:
         is_first = bool(new) and request.first_token_at is None
         if is_first:
             request.first_token_at = now
-            self._release_claims(request)
+            self._claims.release(request)
         if stop is not None:
             self._finish_in_update(request, stop.reason, now)
+        end: tuple[FinishReason | None, int | None] = (stop.reason, stop.stop_reason) if stop else (None, None)
+        timing = timing_of(request) if is_first or stop else None
         return EngineOutput(
-            step.request_id,
-            new,
-            logprobs,
-            result.prompt_logprobs,
-            stop.reason if stop else None,
-            stop.stop_reason if stop else None,
-            request.num_cached_tokens,
-            timing_of(request) if is_first or stop else None,
+            step.request_id, new, logprobs, result.prompt_logprobs, *end, request.num_cached_tokens, timing
         )
-
-    # ---- blocks to come ----
-
-    def _claim_blocks(self, request: Request) -> None:
-        """Counts on a request for the prompt blocks that nobody before it has or will compute."""
-        limit = request.num_tokens - 1
-        hashes = request.block_hashes[: limit // self._kv.block_size]
-        found = len(self._kv.match_prefix(request).blocks)
-        if not request.owes_prompt_logprobs:
-            while found < len(hashes) and hashes[found] in self._claimed:
-                found += 1
-        request.num_expected_cached = found * self._kv.block_size
-        request.claimed_blocks = [each for each in hashes[found:] if each not in self._claimed]
-        self._claimed.update(request.claimed_blocks)
-
-    def _release_claims(self, request: Request) -> None:
-        self._claimed.difference_update(request.claimed_blocks)
-        request.claimed_blocks = ()
 
     # ---- ends ----
 
@@ -392,7 +371,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.finished_at = now
-        self._release_claims(request)
+        self._claims.release(request)
         self._probation.leave(request)
         del self.requests[request.request_id]
         self.ended.append(request)

@@ -6,6 +6,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,14 @@ def test_packed_items_keep_outputs_and_their_order() -> None:
     assert copy.outputs[2].logprobs is not None
     assert copy.outputs[2].logprobs.token_ids.tolist() == [[1, 1]]
     assert (copy.outputs[3].finish_reason, copy.outputs[3].stop_reason) == (FinishReason.STOP, 4)
+
+
+def test_a_packed_load_keeps_every_field() -> None:
+    values: dict[str, Any] = {each.name: number for number, each in enumerate(fields(EngineLoad), 10)}
+    load = EngineLoad(**values | {"step_times": StepTimes(*range(100, 100 + len(StepTimes._fields)))})
+    copy = unpack(pack(StreamItem([], 0, [], load)))
+    assert copy.load == load
+    assert type(copy.load.step_times) is StepTimes
 
 
 async def test_concurrent_prompts_each_get_their_own_tokens_in_order(shared: Any) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from engine import EngineConfig, EngineCore
+from engine.profiling.bookkeeping import bookkeeping_model
 from engine.request import FinishReason
-from tests.engine.queue_engine import LENGTH, Engine
-from tests.engine.scheduler.device import EOS, make_request, shares, true_output
+from tests.engine.queue_engine import BLOCK, LENGTH, SEQS, Engine, Queue
+from tests.engine.scheduler.device import EOS, VOCAB, Clock, make_request, shares, true_output
 from tests.engine.scheduler.engine import prompt
 
 
@@ -55,6 +57,44 @@ def test_an_executor_that_does_not_overlap_gets_one_step_at_a_time() -> None:
         assert len(engine.step()) == 1
         assert not engine.queue.in_flight
     assert engine.count("manta_engine_overlapped_steps_total") == 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in turn", "overlapped"])
+def test_the_time_of_a_step_is_that_of_the_device_alone(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    engine = Engine(overlaps, clock)
+    move_when_a_step_runs(clock, 1.0, engine.queue, monkeypatch)
+    for name in "ab":
+        engine.add(name, 1, max_tokens=4)
+        engine.finish()
+        clock.now += 50.0  # a rest
+    times = engine.core.load().step_times
+    assert times.seconds == pytest.approx(times.steps)
+
+
+def test_a_clock_that_is_set_forward_makes_no_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, device = Clock(), Queue(overlaps=False)
+    move_when_a_step_runs(clock, 1e6, device, monkeypatch)
+    model_config = bookkeeping_model(vocab_size=VOCAB, max_model_len=LENGTH)
+    monkeypatch.setattr("engine.core.load_model_config", lambda config: model_config)
+    monkeypatch.setattr("engine.core.UniProcExecutor", lambda config, model_config: device)
+    core = EngineCore.from_config(
+        EngineConfig(model="none", block_size=BLOCK, max_num_seqs=SEQS, num_kv_blocks=64), clock=clock
+    )
+    core.add_request(make_request("a", prompt(1, 5), max_tokens=4).spec)
+    while core.has_work():
+        core.step()
+    assert core.load().step_times.seconds < 1e6
+
+
+def move_when_a_step_runs(clock: Clock, seconds: float, device: Queue, patch: pytest.MonkeyPatch) -> None:
+    run = device.run
+
+    def moving(*args: Any) -> Any:
+        clock.now += seconds
+        return run(*args)
+
+    patch.setattr(device, "run", moving)
 
 
 def test_an_engine_has_work_until_its_last_step_is_taken_in(overlapped: Engine) -> None:

@@ -86,4 +86,4 @@ def tick(core: EngineCore, now: list[float]) -> None:
         return submit(work)
 
     core._executor.submit = slow  # type: ignore[method-assign]
-    core._clock = core._scheduler._clock = lambda: now[0]
+    core._monotonic = lambda: now[0]

@@ -4,7 +4,7 @@ from engine.outputs import EngineLoad, SampledStep
 from engine.request import FinishReason
 from engine.sampling_params import InvalidParameter
 from tests.engine.cost import lines_run
-from tests.engine.scheduler.device import next_token, shares
+from tests.engine.scheduler.device import make_request, next_token, shares
 from tests.engine.scheduler.engine import Engine, output_of, prompt
 
 # ---- the rule ----
@@ -183,7 +183,25 @@ def test_load_counts_once_what_several_that_wait_have_in_common():
     for name in "bcd":
         engine.scheduler.abort(name)
     assert engine.scheduler.load().queued_prefill_tokens == 0
-    assert engine.scheduler._claimed == set()
+    assert len(engine.scheduler._claims) == 0
+
+
+def test_load_counts_all_tokens_of_a_request_for_prompt_logprobs():
+    engine = Engine(seqs=1, budget=16)
+    engine.add("a", prompt(1, 14), max_tokens=4)
+    engine.add("b", prompt(1, 14), max_tokens=4, prompt_logprobs=0)
+    assert engine.scheduler.load().queued_prefill_tokens == 14 + 14
+    engine.add("c", prompt(1, 14), max_tokens=4)
+    assert engine.scheduler.load().queued_prefill_tokens == 14 + 14 + 2
+
+
+def test_load_counts_all_tokens_of_all_without_a_prefix_cache():
+    engine = Engine(caching=False)
+    for name in "ab":
+        request = make_request(name, prompt(1, 14))
+        request.block_hashes = [b"0", b"1", b"2"]  # its sender does not know that nobody needs them
+        engine.scheduler.add(request)
+    assert engine.scheduler.load().queued_prefill_tokens == 14 + 14
 
 
 def test_cost_of_a_step_does_not_depend_on_the_pool_or_the_line():
