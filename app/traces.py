@@ -14,6 +14,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from engine.sampling_params import InvalidParameter
 
+MOONCAKE_BLOCK = 512
+"""Tokens that one of a Mooncake trace's hash_ids stands for."""
+
 MOST_TOKENS = 10_000_000
 """In one prompt or output; no model takes as many."""
 

@@ -5,7 +5,6 @@ Times are those of the trace, in seconds; the fleet runs in the scaled world, wh
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,15 +15,12 @@ from app.router.index import ReplicaIndex
 from app.router.states import RoutingSettings
 from app.simulation.demand import ReplicaClass
 from app.simulation.event_loop import EventLoop
-from app.simulation.fleet import Fleet, Member, MemberState, Record
+from app.simulation.fleet import Fleet, Member, Record
 from app.simulation.news import NewsTimes
 from app.simulation.requests import BLOCK_SIZE, SCALE, longest
-from app.simulation.routers import Router
 from app.simulation.scaling_policies import FleetView, ScalingPolicy
 from app.simulation.step_cost import LLAMA_8B
-from app.transport import StreamItem
 from engine import EngineConfig, EngineRequest
-from engine.kv_cache.events import BlockStored
 
 DECISION_S = 0.5
 """A policy is asked once in so many seconds. Ray asks ten times a second, about what changes with each step; in the
@@ -33,9 +29,12 @@ scaled world the shortest of these take a third of this."""
 TIMELINE_S = 10.0
 """Between two points of a run's timeline."""
 
+STALLED_S = 3600.0
+"""Where nothing has happened for so long, nothing will: a policy may wait before it starts a replica, but less."""
+
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ScalingSetup:
     """What a policy is to manage.
 
     Attributes:
@@ -89,43 +88,6 @@ class Run(NamedTuple):
     timeline: Sequence[Point]
 
 
-class CountedRouter:
-    """A router, and how many requests each replica has by what it was told."""
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self._replica_of: dict[str, str] = {}
-        self.ongoing: Counter[str] = Counter()
-
-    def set_members(self, replica_ids: Iterable[str]) -> None:
-        self._router.set_members(replica_ids)
-
-    def begin(self, call_id: str, requests: Sequence[EngineRequest]) -> None:
-        self._router.begin(call_id, requests)
-
-    def choose(self, call_id: str, replica_ids: Collection[str]) -> Sequence[str]:
-        return self._router.choose(call_id, replica_ids)
-
-    def assign(self, call_id: str, replica_id: str, *, accepted: bool) -> None:
-        self._replica_of[call_id] = replica_id
-        self.ongoing[replica_id] += 1
-        self._router.assign(call_id, replica_id, accepted=accepted)
-
-    def receive(self, replica_id: str, item: StreamItem) -> bool:
-        return self._router.receive(replica_id, item)
-
-    def restore_blocks(self, replica_id: str, seq: int, stored: Iterable[BlockStored]) -> None:
-        self._router.restore_blocks(replica_id, seq, stored)
-
-    def end(self, call_id: str, request_ids: Iterable[str]) -> None:
-        self.ongoing[self._replica_of.pop(call_id)] -= 1
-        self._router.end(call_id, request_ids)
-
-    def drop(self, replica_id: str) -> None:
-        del self.ongoing[replica_id]
-        self._router.drop(replica_id)
-
-
 def setup_for(
     requests: Iterable[EngineRequest],
     replica: ReplicaClass,
@@ -134,16 +96,18 @@ def setup_for(
     initial_replicas: int,
     ttft_target_s: float,
     tpot_target_s: float,
-) -> Setup:
+) -> ScalingSetup:
     """Replicas whose KV blocks are those of their class, or as many more as the longest request needs."""
     max_model_len = longest(requests) + 1
     num_kv_blocks = max(replica.num_kv_blocks, -(-max_model_len // BLOCK_SIZE))
-    return Setup(replica, num_kv_blocks, max_model_len, startup_s, initial_replicas, ttft_target_s, tpot_target_s)
+    return ScalingSetup(
+        replica, num_kv_blocks, max_model_len, startup_s, initial_replicas, ttft_target_s, tpot_target_s
+    )
 
 
 def run(
     requests: Iterable[EngineRequest],
-    setup: Setup,
+    setup: ScalingSetup,
     policy: ScalingPolicy,
     *,
     on_end: Callable[[int], object] = lambda count: None,
@@ -152,17 +116,19 @@ def run(
 
     Args:
         on_end: told now and then of how many requests have ended since it was told last.
+
+    Raises:
+        RuntimeError: the policy starts no replica for requests that wait, or one was lost.
     """
     loop = EventLoop()
     times = NewsTimes()
     settings = RoutingSettings(block_size=BLOCK_SIZE, max_num_seqs=setup.config.max_num_seqs)
-    router = CountedRouter(ReplicaIndex(settings))
     fleet = Fleet(
         loop,
         config=setup.config,
         max_model_len=setup.max_model_len,
         cost=setup.replica.cost,
-        routers=[router],
+        routers=[ReplicaIndex(settings)],
         news=NewsTimes(times.delay_s / SCALE, times.quiet_s / SCALE, times.gather_s / SCALE),
     )
     for _ in range(setup.initial_replicas):
@@ -171,12 +137,15 @@ def run(
         fleet.submit(request)
     target, scale_events, told = setup.initial_replicas, 0, fleet.num_unfinished
     timeline: list[Point] = []
-    ticks = 0
+    ticks, stalled_at = 0, 0.0
     while fleet.num_unfinished:
         now = ticks * DECISION_S
-        loop.run(now / SCALE)
-        ongoing = {replica_id: router.ongoing[replica_id] for replica_id in fleet.serving}
-        cores = {replica_id: fleet.members[replica_id].replica.core for replica_id in fleet.serving}
+        if loop.run(now / SCALE):
+            stalled_at = now
+        elif now - stalled_at > STALLED_S:
+            raise RuntimeError(f"{fleet.num_unfinished} requests can never run: {fleet.num_waiting} have no replica")
+        ongoing = {replica_id: fleet.ongoing[replica_id] for replica_id in fleet.serving}
+        cores = {replica_id: fleet.replicas[replica_id].core for replica_id in fleet.serving}
         decided = policy(FleetView(now, target, cores, ongoing, fleet.num_waiting))
         scale_events += decided != target
         target = decided
@@ -192,16 +161,15 @@ def run(
 
 def _resize(fleet: Fleet, target: int, startup_s: float) -> None:
     """Starts replicas or lets some drain: as in Ray, first those that are still starting, then the youngest."""
-    starting = [name for name, member in fleet.members.items() if member.state is MemberState.STARTING]
-    surplus = len(starting) + len(fleet.serving) - target
+    surplus = len(fleet.starting) + len(fleet.serving) - target
     for _ in range(-surplus):
         fleet.add_replica(startup_s=startup_s)
-    oldest_first = [*fleet.serving, *starting]
+    oldest_first = [*fleet.serving, *fleet.starting]
     for name in oldest_first[len(oldest_first) - max(0, surplus) :]:
         fleet.drain(name)
 
 
-def figures_of(result: Run, setup: Setup) -> dict[str, Any]:
+def figures_of(result: Run, setup: ScalingSetup) -> dict[str, Any]:
     """What a run came to.
 
     slo_attainment: the share of all requests that met both targets; ttft_attainment and tpot_attainment, of each of

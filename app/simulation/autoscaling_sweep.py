@@ -21,11 +21,11 @@ from ray.serve.config import AutoscalingConfig
 from tqdm import tqdm
 
 from app.autoscaling_config import Autoscaling
-from app.simulation.autoscaling import Point, Setup, figures_of, run, setup_for
-from app.simulation.demand import REAL_BLOCK, ReplicaClass, scaled_requests, superposed
+from app.simulation.autoscaling import Point, ScalingSetup, figures_of, run, setup_for
+from app.simulation.demand import ReplicaClass, scaled_requests, superposed
 from app.simulation.requests import SCALE
 from app.simulation.scaling_policies import MantaPolicy, ScalingPolicy, fixed, ray_default
-from app.traces import TraceRequest
+from app.traces import MOONCAKE_BLOCK, TraceRequest
 from engine import EngineRequest
 
 MOST_REPLICAS = 4
@@ -64,7 +64,7 @@ class Scenario:
     Attributes:
         copies: how many times the trace comes.
         mean_replicas: which these keep busy, about.
-        startup_s, ttft_target_s, tpot_target_s: see `app.simulation.autoscaling.Setup`.
+        startup_s, ttft_target_s, tpot_target_s: see `app.simulation.autoscaling.ScalingSetup`.
     """
 
     trace: tuple[TraceRequest, ...]
@@ -87,7 +87,7 @@ class Scenario:
     def requests(self) -> list[TraceRequest]:
         return superposed(self.trace, self.copies, self.seed)
 
-    def setup(self, requests: Iterable[EngineRequest], initial_replicas: int) -> Setup:
+    def setup(self, requests: Iterable[EngineRequest], initial_replicas: int) -> ScalingSetup:
         return setup_for(
             requests,
             self.replica,
@@ -112,8 +112,8 @@ class Scenario:
             "class": self.replica.name,
             "step_s": cost.step_s,
             "token_s": cost.token_s,
-            "read_token_s": cost.block_s / REAL_BLOCK,
-            "kv_tokens": self.replica.num_kv_blocks * REAL_BLOCK,
+            "read_token_s": cost.block_s / MOONCAKE_BLOCK,
+            "kv_tokens": self.replica.num_kv_blocks * MOONCAKE_BLOCK,
             "max_num_batched_tokens": self.replica.max_num_batched_tokens,
             "requests": len(self.requests()),
             "copies": self.copies,
@@ -130,7 +130,7 @@ class Settings:
     policy: Literal["manta", "ray_default", "fixed"]
     values: Mapping[str, float]
 
-    def make(self, scenario: Scenario, setup: Setup) -> ScalingPolicy:
+    def make(self, scenario: Scenario, setup: ScalingSetup) -> ScalingPolicy:
         match self.policy:
             case "fixed":
                 return fixed(setup.initial_replicas)

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 
 from app.simulation.requests import SCALE, simulated_requests
 from app.simulation.step_cost import LLAMA_8B, StepCost
-from app.traces import TraceRequest
+from app.traces import MOONCAKE_BLOCK, TraceRequest
 from engine import EngineRequest
 from engine.sampling_params import InvalidParameter
-
-REAL_BLOCK = 512
-"""Tokens that a KV block of the scaled world stands for; what they hold is read at each token, there as here."""
 
 SHARED_BY = 16
 """Sequences that share a step, for an estimate of what decoding costs."""
@@ -29,8 +26,9 @@ class ReplicaClass:
     """A kind of replica, with Llama-3.1-8B in bfloat16.
 
     Attributes:
-        cost: of a step; KV blocks are those of REAL_BLOCK tokens.
-        num_kv_blocks: of REAL_BLOCK tokens, in 90 % of the GPU's memory beside the model and what a step needs.
+        cost: of a step. A KV block of the scaled world stands for MOONCAKE_BLOCK tokens; what they hold is read at each
+            token, there as here.
+        num_kv_blocks: of MOONCAKE_BLOCK tokens, in 90 % of the GPU's memory beside the model and what a step needs.
         max_num_batched_tokens: of its engine.
     """
 
@@ -46,7 +44,7 @@ class ReplicaClass:
         """
         prompt_s = 1 / self.cost.prefill_rate(self.max_num_batched_tokens)
         token_s = self.cost.token_s + self.cost.step_s / SHARED_BY
-        read_s = self.cost.block_s / REAL_BLOCK
+        read_s = self.cost.block_s / MOONCAKE_BLOCK
         return sum(
             each.prompt_len * prompt_s + each.output_len * (token_s + (each.prompt_len + each.output_len / 2) * read_s)
             for each in trace
@@ -54,7 +52,7 @@ class ReplicaClass:
 
 
 def _read_s(bytes_per_s: float) -> float:
-    return LLAMA_8B.kv_block_bytes(REAL_BLOCK) / bytes_per_s
+    return LLAMA_8B.kv_block_bytes(MOONCAKE_BLOCK) / bytes_per_s
 
 
 CLASSES = (

@@ -20,17 +20,15 @@ class EventLoop:
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._sequence = itertools.count()
 
-    def time(self) -> float:
-        return self.now
-
     def at(self, when: float, callback: Callable[[], object]) -> None:
         """Calls back at a time; at once, after all that is due already, where that has passed."""
         heapq.heappush(self._heap, (max(when, self.now), next(self._sequence), callback))
 
-    def run(self, until: float = math.inf) -> None:
-        """Lets time pass until nothing is left to come, or to a certain time."""
+    def run(self, until: float = math.inf) -> bool:
+        """Lets time pass until nothing is left to come, or to a certain time. Returns whether anything is left then."""
         while self._heap and self._heap[0][0] <= until:
             self.now, _, callback = heapq.heappop(self._heap)
             callback()
         if until < math.inf:
             self.now = max(self.now, until)
+        return bool(self._heap)

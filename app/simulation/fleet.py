@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from app.simulation.replica import SimulatedReplica
 from app.simulation.routers import Router
 from app.simulation.step_cost import StepCost
 from app.transport import StreamItem
-from engine import CoreStep, EngineConfig, EngineLoad, EngineOutput, EngineRequest, FinishReason
+from engine import CoreStep, EngineConfig, EngineOutput, EngineRequest
 
 
 class MemberState(enum.Enum):
@@ -28,21 +28,17 @@ class MemberState(enum.Enum):
 
 @dataclass(slots=True)
 class Member:
-    """A replica of the fleet.
+    """The life of a replica of the fleet.
 
     Attributes:
         added_at, serving_at, drained_at, gone_at: when it was asked for, took requests, took no more, and ended.
     """
 
-    replica: SimulatedReplica
     added_at: float
     state: MemberState = MemberState.STARTING
     serving_at: float | None = None
     drained_at: float | None = None
     gone_at: float | None = None
-
-    def load(self) -> EngineLoad:
-        return self.replica.load()
 
 
 @dataclass(slots=True)
@@ -65,7 +61,6 @@ class Record:
     finished_at: float | None = None
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    finish_reason: FinishReason | None = None
 
     @property
     def ttft(self) -> float | None:
@@ -93,6 +88,8 @@ class Fleet:
 
     Attributes:
         members: all replicas that there are or were, by id.
+        replicas: those that there are.
+        ongoing: requests of each replica that have not ended as far as their ingresses know.
         records: of all requests that have arrived, by id.
         num_unfinished: requests that were submitted and have not ended, those that are yet to arrive included.
     """
@@ -114,13 +111,21 @@ class Fleet:
         self._news = news or NewsTimes()
         self._ingresses = [_Ingress(router) for router in routers]
         self._streams: dict[str, list[NewsStream]] = {}
+        self._starting: list[str] = []
         self._serving: list[str] = []
         self._turn = 0
         self.members: dict[str, Member] = {}
+        self.replicas: dict[str, SimulatedReplica] = {}
+        self.ongoing: Counter[str] = Counter()
         self.records: dict[str, Record] = {}
         self.num_unfinished = 0
 
     # ---- replicas ----
+
+    @property
+    def starting(self) -> Sequence[str]:
+        """Ids of the replicas that will take requests once they are up, oldest first."""
+        return self._starting
 
     @property
     def serving(self) -> Sequence[str]:
@@ -130,7 +135,7 @@ class Fleet:
     def add_replica(self, *, startup_s: float = 0.0, cost: StepCost | None = None) -> str:
         """Starts a replica, which takes requests after its start-up. Returns its id."""
         replica_id = f"replica-{len(self.members)}"
-        replica = SimulatedReplica(
+        self.replicas[replica_id] = SimulatedReplica(
             replica_id,
             self._loop,
             config=self._config,
@@ -139,7 +144,8 @@ class Fleet:
             on_submit=self._note_submitted,
             on_step=self._after_step,
         )
-        self.members[replica_id] = Member(replica, self._loop.now)
+        self.members[replica_id] = Member(self._loop.now)
+        self._starting.append(replica_id)
         if startup_s > 0:
             self._loop.at(self._loop.now + startup_s, partial(self._serve, replica_id))
         else:
@@ -151,13 +157,13 @@ class Fleet:
         member = self.members[replica_id]
         if member.state is MemberState.STARTING:
             member.drained_at = self._loop.now
+            self._starting.remove(replica_id)
             self._remove(replica_id)
         elif member.state is MemberState.SERVING:
             member.state, member.drained_at = MemberState.DRAINING, self._loop.now
             self._serving.remove(replica_id)
             self._publish()
-            if member.replica.is_idle:
-                self._remove(replica_id)
+            self._remove_if_done(replica_id)
 
     # ---- requests ----
 
@@ -186,7 +192,8 @@ class Fleet:
             record.replica_id = ingress.router.choose(call_id, self._serving)[0]
             record.routed_at = self._loop.now
             ingress.router.assign(call_id, record.replica_id, accepted=True)
-            self.members[record.replica_id].replica.submit(requests)
+            self.ongoing[record.replica_id] += 1
+            self.replicas[record.replica_id].submit(requests)
 
     # ---- what replicas tell ----
 
@@ -195,10 +202,12 @@ class Fleet:
         if member.state is not MemberState.STARTING:
             return  # drained meanwhile
         member.state, member.serving_at = MemberState.SERVING, self._loop.now
+        self._starting.remove(replica_id)
         self._serving.append(replica_id)
         self._publish()
+        load = self.replicas[replica_id].core.load()
         self._streams[replica_id] = [
-            NewsStream(self._loop, self._news, partial(self._receive, ingress, replica_id), member.load())
+            NewsStream(self._loop, self._news, partial(self._receive, ingress, replica_id), load)
             for ingress in self._ingresses
         ]
         for ingress in self._ingresses:
@@ -217,9 +226,7 @@ class Fleet:
             self._note(record, output)
         for stream in streams:
             stream.after_step(step)
-        member = self.members[replica_id]
-        if member.state is MemberState.DRAINING and member.replica.is_idle:
-            self._remove(replica_id)
+        self._remove_if_done(replica_id)
 
     def _note(self, record: Record, output: EngineOutput) -> None:
         record.num_output_tokens += len(output.new_token_ids)
@@ -227,7 +234,7 @@ class Fleet:
             record.first_token_at = self._loop.now
             record.num_cached_tokens = output.num_cached_tokens
         if output.finished:
-            record.finished_at, record.finish_reason = self._loop.now, output.finish_reason
+            record.finished_at = self._loop.now
             self.num_unfinished -= 1
 
     def _receive(self, ingress: _Ingress, replica_id: str, item: StreamItem) -> None:
@@ -237,14 +244,21 @@ class Fleet:
         for output in item.outputs:
             if output.finished:
                 ingress.router.end(output.request_id, (output.request_id,))
+                self.ongoing[replica_id] -= 1
 
     def _publish(self) -> None:
         for ingress in self._ingresses:
             ingress.router.set_members(tuple(self._serving))
 
+    def _remove_if_done(self, replica_id: str) -> None:
+        if self.members[replica_id].state is MemberState.DRAINING and self.replicas[replica_id].is_idle:
+            self._remove(replica_id)
+
     def _remove(self, replica_id: str) -> None:
         member = self.members[replica_id]
         member.state, member.gone_at = MemberState.GONE, self._loop.now
+        del self.replicas[replica_id]
+        self._streams.pop(replica_id, None)  # one that never served has none
         # After its last news.
         for ingress in self._ingresses:
             self._loop.at(self._loop.now + self._news.delay_s, partial(ingress.router.drop, replica_id))

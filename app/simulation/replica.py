@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
 from app.simulation.event_loop import EventLoop
 from app.simulation.step_cost import LLAMA_8B, SimulatedExecutor, StepCost
-from engine import CoreStep, EngineConfig, EngineCore, EngineLoad, EngineRequest
+from engine import CoreStep, EngineConfig, EngineCore, EngineRequest
 
 
 class SimulatedReplica:
@@ -43,7 +42,7 @@ class SimulatedReplica:
         self._loop = loop
         self._on_submit = on_submit
         self._on_step = on_step
-        self._inbox: deque[EngineRequest] = deque()
+        self._inbox: list[EngineRequest] = []
         self._num_received = 0
         self._is_stepping = False
         self._now = loop.now
@@ -53,9 +52,6 @@ class SimulatedReplica:
     @property
     def is_idle(self) -> bool:
         return not (self._is_stepping or self._inbox or self.core.has_work())
-
-    def load(self) -> EngineLoad:
-        return self.core.load()
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
         self._inbox.extend(requests)
@@ -69,11 +65,11 @@ class SimulatedReplica:
 
     def _step(self) -> None:
         self._now = self._loop.now
-        while self._inbox:
-            request = self._inbox.popleft()
+        for request in self._inbox:
             self.core.add_request(request)
             self._num_received += 1
             self._on_submit(request, self._num_received)
+        self._inbox.clear()
         step = self.core.step()
         self._loop.at(self._now, partial(self._end_step, step))
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from app.simulation.step_cost import LLAMA_8B
-from app.traces import TraceRequest
+from app.traces import MOONCAKE_BLOCK, TraceRequest
 from engine import EngineRequest, SamplingParams, hash_blocks, root_hash
 
-SCALE = 32
 BLOCK_SIZE = 16
+SCALE = MOONCAKE_BLOCK // BLOCK_SIZE
 
 
 def simulated_requests(trace: Iterable[TraceRequest]) -> list[EngineRequest]:

@@ -4,11 +4,53 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from app.transport import StreamItem
 from engine import BlockStored, EngineRequest
+
+# ---- orders of replicas, best first ----
+
+
+def rotated(replica_ids: Collection[str], turn: int) -> list[str]:
+    """Round robin: one after another, by their ids."""
+    order = sorted(replica_ids)
+    first = turn % len(order)
+    return order[first:] + order[:first]
+
+
+def first_turn(rng: random.Random) -> int:
+    """A random one: several ingresses do not go around in step."""
+    return rng.randrange(1 << 16)
+
+
+def fewest_first(replica_ids: Collection[str], ongoing: Callable[[str], int], rng: random.Random) -> list[str]:
+    """By ongoing requests; equal ones in random order."""
+    shuffled = rng.sample(sorted(replica_ids), len(replica_ids))
+    return sorted(shuffled, key=ongoing)
+
+
+def fewer_of_two(replica_ids: Collection[str], ongoing: Callable[[str], int], rng: random.Random) -> list[str]:
+    """Two random ones by ongoing requests (Mitzenmacher 2001), as Ray Serve does by default."""
+    return fewest_first(rng.sample(sorted(replica_ids), min(2, len(replica_ids))), ongoing, rng)
+
+
+def rendezvous(key: bytes, replica_ids: Collection[str]) -> list[str]:
+    """By the hash of a key and their ids: when one comes or goes, only its own keys move.
+
+    Source: Thaler and Ravishankar 1998 (rendezvous hashing).
+    """
+    return sorted(replica_ids, key=lambda each: hashlib.sha256(key + each.encode()).digest(), reverse=True)
+
+
+def session_key(block_hashes: Sequence[bytes], common: Collection[bytes]) -> bytes:
+    """A prompt's first block that is not common to all kinds of prompts; its last one where all are."""
+    own = (each for each in block_hashes if each not in common)
+    return next(own, block_hashes[-1] if block_hashes else b"")
+
+
+# ---- routers ----
 
 
 class Router(Protocol):
@@ -91,47 +133,35 @@ class Ongoing:
     def ongoing(self, replica_id: str) -> int:
         return self._reported.get(replica_id, 0) + sum(self._unreported[replica_id].values())
 
-    def fewest_first(self, replica_ids: Collection[str]) -> list[str]:
-        """Equal ones in random order."""
-        shuffled = self._random.sample(sorted(replica_ids), len(replica_ids))
-        return sorted(shuffled, key=self.ongoing)
-
 
 class RoundRobin(Ongoing):
-    """One after another, from a random one on: several ingresses do not go around in step."""
+    """One after another."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self._turn = self._random.randrange(1 << 16)
+        self._turn = first_turn(self._random)
 
     def choose(self, call_id: str, replica_ids: Collection[str]) -> list[str]:
-        order = sorted(replica_ids)
-        turn = self._turn % len(order)
         self._turn += 1
-        return order[turn:] + order[:turn]
+        return rotated(replica_ids, self._turn - 1)
 
 
 class PowerOfTwo(Ongoing):
-    """Of two random replicas the one with fewer ongoing requests (Mitzenmacher 2001), as Ray Serve does by default."""
+    """Of two random replicas the one with fewer ongoing requests."""
 
     def choose(self, call_id: str, replica_ids: Collection[str]) -> list[str]:
-        return self.fewest_first(self._random.sample(sorted(replica_ids), min(2, len(replica_ids))))
+        return fewer_of_two(replica_ids, self.ongoing, self._random)
 
 
 class LeastLoaded(Ongoing):
     """The replica with the fewest ongoing requests."""
 
     def choose(self, call_id: str, replica_ids: Collection[str]) -> list[str]:
-        return self.fewest_first(replica_ids)
+        return fewest_first(replica_ids, self.ongoing, self._random)
 
 
 class SessionHashing(Ongoing):
-    """The same replica for all prompts of a session, whatever the load: consistent hashing of the session's key.
-
-    A session's key is the prompt's first block that is not common to all kinds of prompts; of a prompt without one, its
-    last block. Of the replicas, that with the highest hash of key and id is taken (rendezvous hashing, Thaler and
-    Ravishankar 1998): when one comes or goes, only its own sessions move.
-    """
+    """The same replica for all prompts of a session, whatever the load: rendezvous hashing of the session's key."""
 
     def __init__(self, seed: int, common: Collection[bytes]) -> None:
         """
@@ -144,13 +174,10 @@ class SessionHashing(Ongoing):
 
     def begin(self, call_id: str, requests: Sequence[EngineRequest]) -> None:
         super().begin(call_id, requests)
-        hashes = requests[0].block_hashes
-        own = next((each for each in hashes if each not in self._common), hashes[-1] if hashes else b"")
-        self._keys[call_id] = own
+        self._keys[call_id] = session_key(requests[0].block_hashes, self._common)
 
     def choose(self, call_id: str, replica_ids: Collection[str]) -> list[str]:
-        key = self._keys[call_id]
-        return sorted(replica_ids, key=lambda each: hashlib.sha256(key + each.encode()).digest(), reverse=True)
+        return rendezvous(self._keys[call_id], replica_ids)
 
     def end(self, call_id: str, request_ids: Iterable[str]) -> None:
         super().end(call_id, request_ids)

@@ -26,7 +26,7 @@ COMMON_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class RoutingSetup:
     """A fleet.
 
     Attributes:
@@ -84,15 +84,15 @@ def setup_for(
     num_ingresses: int = 1,
     cost: StepCost = H200,
     seed: int = 0,
-) -> Setup:
+) -> RoutingSetup:
     """Replicas that together have KV blocks for a share of the requests' distinct blocks; each for the longest one."""
     max_model_len = longest(requests) + 1
     needed = -(-max_model_len // BLOCK_SIZE)
     share = int(cache_fraction * num_distinct_blocks(requests) / num_replicas)
-    return Setup(num_replicas, num_ingresses, cost, max(needed, share), share < needed, max_model_len, seed=seed)
+    return RoutingSetup(num_replicas, num_ingresses, cost, max(needed, share), share < needed, max_model_len, seed=seed)
 
 
-def router_makers(requests: Iterable[EngineRequest], setup: Setup) -> dict[str, Callable[[int], Router]]:
+def router_makers(requests: Iterable[EngineRequest], setup: RoutingSetup) -> dict[str, Callable[[int], Router]]:
     """What makes the router of the i-th ingress, by the router's name."""
     common = common_blocks(requests)
     settings = RoutingSettings(
@@ -118,7 +118,7 @@ def common_blocks(requests: Iterable[EngineRequest]) -> frozenset[bytes]:
 
 def replay(
     requests: Sequence[EngineRequest],
-    setup: Setup,
+    setup: RoutingSetup,
     router: Callable[[int], Router],
     *,
     on_end: Callable[[int], object] = lambda count: None,
@@ -127,6 +127,9 @@ def replay(
 
     Args:
         on_end: told now and then of how many requests have ended since it was told last.
+
+    Raises:
+        RuntimeError: a request was lost.
     """
     loop = EventLoop()
     fleet = Fleet(
@@ -144,14 +147,15 @@ def replay(
     told = fleet.num_unfinished
     period = max(0.1, requests[-1].arrival_time / 1000)
     while fleet.num_unfinished:
-        loop.run(loop.now + period)
+        if not loop.run(loop.now + period) and fleet.num_unfinished:
+            raise RuntimeError(f"{fleet.num_unfinished} requests can never run: {fleet.num_waiting} have no replica")
         on_end(told - fleet.num_unfinished)
         told = fleet.num_unfinished
     loop.run()
     return fleet
 
 
-def figures_of(records: Collection[Record], setup: Setup) -> dict[str, Any]:
+def figures_of(records: Collection[Record], setup: RoutingSetup) -> dict[str, Any]:
     """What a replay came to.
 
     hit_ratio: prompt tokens that came from a cache, of all. ttft_…: seconds to the first token; mean, p50, p90, p99.
@@ -179,7 +183,11 @@ def figures_of(records: Collection[Record], setup: Setup) -> dict[str, Any]:
 
 
 def ideal_hit_ratio(requests: Sequence[EngineRequest], num_blocks: int) -> float:
-    """The hit ratio of one cache that all share, with requests one after another in the order of their arrival."""
+    """The hit ratio of one cache that all share, with requests one after another in the order of their arrival.
+
+    Args:
+        num_blocks: of the cache; enough for the longest prompt.
+    """
     cache = KVCacheManager(num_blocks, block_size=BLOCK_SIZE, root=root_hash(LLAMA_8B, BLOCK_SIZE))
     cached = 0
     for spec in requests:
@@ -188,8 +196,8 @@ def ideal_hit_ratio(requests: Sequence[EngineRequest], num_blocks: int) -> float
         blocks = cache.match_prefix(request).blocks
         request.num_cached_tokens = len(blocks) * BLOCK_SIZE
         cached += request.num_cached_tokens
-        if cache.allocate_slots(request, request.num_tokens - request.num_cached_tokens, blocks) is None:
-            continue  # it never fits
+        cache.allocate_slots(request, request.num_tokens - request.num_cached_tokens, blocks)
         cache.store_blocks(request, request.num_cached_tokens, request.num_tokens)
         cache.free(request)
+        cache.take_events()  # or they would be kept
     return cached / num_prompt_tokens(requests)

@@ -45,10 +45,6 @@ class StepCost:
         """Prompt tokens that full steps compute in a second; what they read is left out."""
         return max_num_batched_tokens / (self.step_s + self.token_s * max_num_batched_tokens)
 
-    def times(self, factor: float) -> StepCost:
-        """Of a machine that takes so many times as long for everything."""
-        return StepCost(self.step_s * factor, self.token_s * factor, self.block_s * factor)
-
 
 H200 = StepCost(step_s=0.005, token_s=1 / 50_000, block_s=LLAMA_8B.kv_block_bytes(16) / 4e12)
 """An H200 class with an 8B model: 5 ms a step, 50,000 prompt tokens/s, KV blocks of 2 MiB at 4 TB/s."""

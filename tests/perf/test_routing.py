@@ -17,9 +17,11 @@ from app.cli.bench.client import Answer
 from app.router.index import ReplicaIndex
 from app.router.router import PrefixCacheRouter
 from app.simulation.requests import simulated_requests
-from app.traces import TraceRequest
+from app.simulation.routers import SessionHashing
+from app.simulation.routing import common_blocks
+from app.traces import TraceRequest, read_trace
 from engine.request import EngineRequest
-from tests.perf.routing.replay import summarise, within
+from tests.perf.routing.replay import CUT, summarise, within
 from tests.perf.routing.routers import LeastLoadedRouter, PowerOfTwoRouter, RoundRobinRouter, SessionHashingRouter
 from tests.perf.routing.turn import VOCABULARY, Turn, prompt_of
 
@@ -31,6 +33,7 @@ def unconnected(kind: type[R], replicas: int = 3) -> R:
     router = kind.__new__(kind)
     router._index = ReplicaIndex()
     router._index.set_members(names(replicas))
+    router.initialize_state()
     return router
 
 
@@ -56,7 +59,13 @@ async def routed(router: PrefixCacheRouter, request: EngineRequest, count: int =
 async def test_round_robin_goes_around_whatever_the_prompts() -> None:
     router = unconnected(RoundRobinRouter)
     firsts = [(await routed(router, each))[0] for each in requests(*[(0, 1)] * 6)]
-    assert firsts == names(3) * 2
+    assert firsts[:3] == firsts[3:]
+    assert set(firsts) == set(names(3))
+
+
+async def test_round_robin_of_several_ingresses_does_not_go_around_in_step() -> None:
+    (request,) = requests((0, 1))
+    assert {(await routed(unconnected(RoundRobinRouter), request))[0] for _ in range(30)} == set(names(3))
 
 
 async def test_least_loaded_fills_the_replica_with_fewest_requests() -> None:
@@ -92,6 +101,14 @@ async def test_session_hashing_keeps_a_session_on_its_replica_and_spreads_sessio
     firsts = [(await routed(router, each))[0] for each in given]
     assert firsts[: len(sessions)] == firsts[len(sessions) :]
     assert set(firsts) == set(names(3))
+
+
+async def test_sessions_of_the_trace_go_where_the_simulation_sends_them() -> None:
+    trace = simulated_requests(read_trace(CUT))
+    router, simulated = unconnected(SessionHashingRouter), SessionHashing(0, common_blocks(trace))
+    for request in trace[:100]:
+        simulated.begin(request.request_id, [request])
+        assert await routed(router, request) == simulated.choose(request.request_id, names(3))
 
 
 @pytest.mark.parametrize("kind", [RoundRobinRouter, LeastLoadedRouter, PowerOfTwoRouter, SessionHashingRouter])

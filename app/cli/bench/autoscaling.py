@@ -142,15 +142,15 @@ def _serving(timeline: Sequence[Point]) -> tuple[list[float], list[int]]:
 
 
 def _introduction(scenario: Scenario) -> str:
-    from app.simulation.demand import REAL_BLOCK
     from app.simulation.requests import SCALE
+    from app.traces import MOONCAKE_BLOCK
 
     replica, cost, bounds = scenario.replica, scenario.replica.cost, scenario.bounds
     return (
         f"{len(scenario.trace):,} requests, {scenario.copies:.2f} times over; lengths and times divided by {SCALE}\n"
         f"replicas of class {replica.name}: a step takes {1e3 * cost.step_s:.3g} ms + {1e6 * cost.token_s:.3g} µs a "
-        f"token + {1e9 * cost.block_s / REAL_BLOCK:.3g} ns a token read; "
-        f"{REAL_BLOCK * replica.num_kv_blocks:,} tokens of KV, {replica.max_num_batched_tokens:,} a step at most\n"
+        f"token + {1e9 * cost.block_s / MOONCAKE_BLOCK:.3g} ns a token read; "
+        f"{MOONCAKE_BLOCK * replica.num_kv_blocks:,} tokens of KV, {replica.max_num_batched_tokens:,} a step at most\n"
         f"{scenario.initial_replicas} at first, {bounds['min_replicas']} to {bounds['max_replicas']}, "
         f"{scenario.startup_s:g} s to start one; objective: first token within {scenario.ttft_target_s:g} s, "
         f"{1e3 * scenario.tpot_target_s:g} ms per output token"

@@ -14,7 +14,7 @@ from engine.sampling_params import InvalidParameter
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from app.simulation.routing import Setup
+    from app.simulation.routing import RoutingSetup
     from app.simulation.step_cost import StepCost
     from engine import EngineRequest
 
@@ -80,7 +80,7 @@ def routing(
         if cache_fraction > replicas:
             rule = f"must be at most {replicas}, with which each replica holds all of them"
             raise InvalidParameter.of("cache_fraction", cache_fraction, rule)
-        cost = _step_cost(fit, step_ms, prefill_rate, bandwidth)
+        cost = _fitted_cost(ctx, fit) if fit is not None else _step_cost(step_ms, prefill_rate, bandwidth)
         requests = simulated_requests(trace_requests(trace, num_prompts))
         setup = setup_for(
             requests,
@@ -111,19 +111,27 @@ def _check_positive(name: str, value: float) -> None:
         raise InvalidParameter.of(name, value, "must be above 0")
 
 
-def _step_cost(fit: Path | None, step_ms: float, prefill_rate: float, bandwidth: float) -> StepCost:
+def _fitted_cost(ctx: typer.Context, fit: Path) -> StepCost:
     from app.simulation.fit import fitted_cost
+
+    for name in ("step_ms", "prefill_rate", "bandwidth"):
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidParameter(name, f"{option} and --fit cannot both say what a step takes")
+    return fitted_cost(fit)
+
+
+def _step_cost(step_ms: float, prefill_rate: float, bandwidth: float) -> StepCost:
     from app.simulation.requests import BLOCK_SIZE
     from app.simulation.step_cost import LLAMA_8B, StepCost
 
-    if fit is not None:
-        return fitted_cost(fit)
     for name, value in (("step_ms", step_ms), ("prefill_rate", prefill_rate), ("bandwidth", bandwidth)):
         _check_positive(name, value)
     return StepCost(step_ms / 1e3, 1 / prefill_rate, LLAMA_8B.kv_block_bytes(BLOCK_SIZE) / (bandwidth * 1e12))
 
 
-def _introduction(requests: Sequence[EngineRequest], setup: Setup) -> str:
+def _introduction(requests: Sequence[EngineRequest], setup: RoutingSetup) -> str:
     from app.simulation.requests import num_distinct_blocks, num_prompt_tokens
 
     cost, config = setup.cost, setup.config
@@ -139,7 +147,7 @@ def _introduction(requests: Sequence[EngineRequest], setup: Setup) -> str:
     )
 
 
-def _replays(requests: Sequence[EngineRequest], setup: Setup) -> dict[str, tuple[dict[str, float], list[float]]]:
+def _replays(requests: Sequence[EngineRequest], setup: RoutingSetup) -> dict[str, tuple[dict[str, float], list[float]]]:
     """Of each router its figures, and the times to first token in milliseconds."""
     from tqdm import tqdm
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from app.simulation.requests import BLOCK_SIZE, SCALE
 from app.traces import TraceRequest, json_lines, read_trace
 from engine.sampling_params import InvalidParameter
 from engine.tokenizer import Tokenizer
@@ -19,12 +20,6 @@ T = TypeVar("T")
 RANDOM_COUNT = 32
 OUTPUT_LEN = 128
 """What is run where nothing says how much."""
-
-MOONCAKE_BLOCK = 512
-"""Tokens that one of a Mooncake trace's hash_ids stands for."""
-
-REPLAY_BLOCK = 16
-"""Tokens that it stands for here, so that a small model can replay the trace: a KV block of the usual size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +102,12 @@ def trace_requests(path: Path, count: int | None) -> list[TraceRequest]:
 def trace_items(path: Path, count: int | None, *, vocab_size: int, seed: int) -> list[Item]:
     """The first requests of a trace, with random tokens.
 
-    A .csv is Azure's (TIMESTAMP, ContextTokens, GeneratedTokens). A .jsonl is Mooncake's: each block of 512 tokens
-    becomes one of 16 whose tokens follow from its hash id, so that prompts share a prefix exactly where the trace's do;
-    the outputs are as long as in the trace.
+    So that a small model can replay it, each block that has a hash id becomes one of BLOCK_SIZE tokens, as in the
+    simulation. These follow from the id, so that prompts share a prefix exactly where the trace's do; the outputs are
+    as long as in the trace.
 
     Raises:
-        InvalidParameter: a line is not what the format says, or there are none.
+        InvalidParameter, OSError: see `trace_requests`.
     """
     rng = np.random.default_rng(seed)
 
@@ -163,8 +158,8 @@ def fitted(items: Sequence[Item], max_model_len: int) -> tuple[list[Item], int]:
 
 
 def _mooncake(request: TraceRequest, hash_ids: Sequence[int], vocab_size: int, seed: int) -> Item:
-    blocks = [np.random.default_rng((seed, each)).integers(0, vocab_size, REPLAY_BLOCK) for each in hash_ids]
-    length = max(round(request.prompt_len * REPLAY_BLOCK / MOONCAKE_BLOCK), 1)
+    blocks = [np.random.default_rng((seed, each)).integers(0, vocab_size, BLOCK_SIZE) for each in hash_ids]
+    length = max(round(request.prompt_len / SCALE), 1)
     tokens = np.concatenate(blocks)[:length].tolist()
     return Item(tuple(tokens), request.output_len, request.arrival_s)
 

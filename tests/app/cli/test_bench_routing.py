@@ -73,7 +73,7 @@ def test_constants_can_be_fitted(tmp_path: Path) -> None:
 
 
 def test_same_seed_gives_the_same_report(tmp_path: Path) -> None:
-    first, again, other = (report(tmp_path, "--seed", seed)["policies"] for seed in (1, 1, 2))
+    first, again, other = (report(tmp_path, "--ingresses", 2, "--seed", seed)["policies"] for seed in (1, 1, 2))
     assert first == again
     assert first["power_of_two"] != other["power_of_two"]
 
@@ -108,6 +108,9 @@ def test_comparison_is_drawn(tmp_path: Path) -> None:
         (("--replicas", 0), "'--replicas'"),
         (("--ingresses", 0), "'--ingresses'"),
         (("--fit", CUT), "has no steps"),
+        (("--fit", CUT, "--step-ms", 5), "--step-ms and --fit cannot both say what a step takes"),
+        (("--fit", CUT, "--prefill-rate", 9e4), "--prefill-rate and --fit cannot both say"),
+        (("--fit", CUT, "--bandwidth", 2), "--bandwidth and --fit cannot both say"),
         (("--fit", "/nope"), "/nope: No such file"),
         (("--plot", "figure.txt"), "must end in one of"),
         (("--json", "/nope/out.json"), "/nope/out.json: No such file"),

@@ -22,6 +22,9 @@ CUT = Path(__file__).parents[2] / "data" / "mooncake_cut.jsonl"
 COST = StepCost(step_s=0.01, token_s=0.001, block_s=0.0001)
 """Numbers that are easy to add up."""
 
+SLOW = StepCost(step_s=0.03, token_s=0.003, block_s=0.0003)
+"""Three times as long."""
+
 MakeFleet = Callable[..., tuple[EventLoop, Fleet]]
 
 
@@ -78,7 +81,7 @@ def check_ended(fleet: Fleet, requests: Sequence[EngineRequest]) -> None:
     assert fleet.num_unfinished == fleet.num_waiting == 0
     for request in requests:
         assert fleet.records[request.request_id].num_output_tokens == request.params.max_tokens
-    for member in fleet.members.values():
-        member.replica.core.check_integrity()
-        load = member.load()
+    for replica in fleet.replicas.values():
+        replica.core.check_integrity()
+        load = replica.core.load()
         assert (load.running, load.waiting, load.kv_blocks_used) == (0, 0, 0)

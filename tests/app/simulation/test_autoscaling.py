@@ -8,7 +8,7 @@ import pytest
 from ray.serve.config import AutoscalingConfig
 
 from app.autoscaling_config import Autoscaling
-from app.simulation.autoscaling import Run, Setup, figures_of, run, setup_for
+from app.simulation.autoscaling import STALLED_S, Run, ScalingSetup, figures_of, run, setup_for
 from app.simulation.demand import ReplicaClass
 from app.simulation.fleet import MemberState
 from app.simulation.requests import SCALE
@@ -20,7 +20,9 @@ from tests.app.simulation.conftest import prompts
 CLASS = ReplicaClass("test", StepCost(step_s=0.01, token_s=0.001, block_s=0.0), 64, max_num_batched_tokens=256)
 
 
-def setup(requests: Sequence[EngineRequest], replicas: int = 1, *, startup_s: float = 60.0, ttft: float = 5.0) -> Setup:
+def setup(
+    requests: Sequence[EngineRequest], replicas: int = 1, *, startup_s: float = 60.0, ttft: float = 5.0
+) -> ScalingSetup:
     return setup_for(
         requests, CLASS, startup_s=startup_s, initial_replicas=replicas, ttft_target_s=ttft, tpot_target_s=0.05
     )
@@ -138,18 +140,30 @@ def test_requests_wait_where_there_is_no_replica_until_one_is_up() -> None:
     assert min(ttfts) > 60
 
 
+def test_requests_that_never_get_a_replica_are_told() -> None:
+    requests = prompts([1], [2], at=TWO)
+    with pytest.raises(RuntimeError, match="2 requests can never run"):
+        run(requests, setup(requests, 0), fixed(0))
+
+
+def test_a_policy_may_take_its_time() -> None:
+    requests = prompts([1])
+    result = run(requests, setup(requests, 0), steps((0, 0), (STALLED_S, 1)))
+    assert ended_well(result, requests)
+
+
 def busy_then_quiet() -> list[EngineRequest]:
     """Some 1.5 replicas' worth for 300 s, then hardly anything for as long."""
     times = [*(index / 3 for index in range(900)), *(300 + 15 * index for index in range(20))]
     return prompts(*([index] for index in range(920)), at=[time / SCALE for time in times], output=16)
 
 
-def _manta(made: Setup) -> ScalingPolicy:
+def _manta(made: ScalingSetup) -> ScalingPolicy:
     config = Autoscaling(max_replicas=6, ttft_target_s=5.0, tpot_target_s=0.05, downscale_delay_s=60.0)
     return MantaPolicy(config.goals(made.config), min_replicas=1, max_replicas=6)
 
 
-def _ray(made: Setup) -> ScalingPolicy:
+def _ray(made: ScalingSetup) -> ScalingPolicy:
     return ray_default(
         AutoscalingConfig(
             min_replicas=1, max_replicas=6, target_ongoing_requests=8, upscale_delay_s=0, downscale_delay_s=60
@@ -158,7 +172,7 @@ def _ray(made: Setup) -> ScalingPolicy:
 
 
 @pytest.mark.parametrize("policy", [_manta, _ray])
-def test_both_policies_grow_with_the_load_and_shrink_after_it(policy: Callable[[Setup], ScalingPolicy]) -> None:
+def test_both_policies_grow_with_the_load_and_shrink_after_it(policy: Callable[[ScalingSetup], ScalingPolicy]) -> None:
     requests = busy_then_quiet()
     made = setup(requests, 1, startup_s=30.0)
     result = run(requests, made, policy(made))
@@ -170,7 +184,7 @@ def test_both_policies_grow_with_the_load_and_shrink_after_it(policy: Callable[[
 
 
 @pytest.mark.parametrize("policy", [_manta, _ray])
-def test_the_same_requests_give_the_same_figures(policy: Callable[[Setup], ScalingPolicy]) -> None:
+def test_the_same_requests_give_the_same_figures(policy: Callable[[ScalingSetup], ScalingPolicy]) -> None:
     requests = spread(300.0, 600, output=16)
     made = setup(requests, 1, startup_s=30.0)
     figures = [figures_of(run(requests, made, policy(made)), made) for _ in range(2)]

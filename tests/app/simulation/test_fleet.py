@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from app.router.index import ReplicaIndex
 from app.simulation.fleet import MemberState
+from app.simulation.news import NewsTimes
 from app.simulation.routers import RoundRobin
-from tests.app.simulation.conftest import COST, MakeFleet, prompts, run_all
+from tests.app.simulation.conftest import SLOW, MakeFleet, prompts, run_all
 
 STEP = 0.01 + 16 * 0.001 + 0.0001
 
@@ -58,6 +62,27 @@ def test_replica_that_is_starting_is_drained_without_having_served(make_fleet: M
     assert fleet.serving == []
 
 
+def test_replica_that_is_gone_is_given_back(make_fleet: MakeFleet) -> None:
+    loop, fleet = make_fleet(2)
+    run_all(loop, fleet, prompts([1], [2]))
+    cores = [weakref.ref(replica.core) for replica in fleet.replicas.values()]
+    fleet.drain("replica-0")
+    loop.run()
+    gc.collect()
+    assert [core() is None for core in cores] == [True, False]
+    assert list(fleet.members) == ["replica-0", "replica-1"]
+
+
+def test_ongoing_requests_count_until_the_ingress_knows_of_their_end(make_fleet: MakeFleet) -> None:
+    loop, fleet = make_fleet(1, news=NewsTimes(delay_s=1.0))
+    for request in prompts([1], [2]):
+        fleet.submit(request)
+    loop.run(until=0.5)
+    assert (fleet.num_unfinished, fleet.ongoing["replica-0"]) == (0, 2)
+    loop.run()
+    assert fleet.ongoing["replica-0"] == 0
+
+
 def test_router_forgets_a_replica_that_is_gone(make_fleet: MakeFleet) -> None:
     index = ReplicaIndex()
     loop, fleet = make_fleet(2, routers=[index])
@@ -83,7 +108,7 @@ def test_new_replica_gets_work_at_once(make_fleet: MakeFleet) -> None:
 
 def test_slow_replica_gets_less(make_fleet: MakeFleet) -> None:
     loop, fleet = make_fleet(3)
-    slow = fleet.add_replica(cost=COST.times(3))
+    slow = fleet.add_replica(cost=SLOW)
     count = 400
     requests = prompts(*([index] for index in range(count)), at=[index * 0.009 for index in range(count)])
     run_all(loop, fleet, requests)

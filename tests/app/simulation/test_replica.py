@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.simulation.step_cost import H200
-from tests.app.simulation.conftest import COST, MakeFleet, prompts, run_all
+from tests.app.simulation.conftest import SLOW, MakeFleet, prompts, run_all
 
 
 def test_request_alone_takes_what_the_constants_say(make_fleet: MakeFleet) -> None:
@@ -51,7 +51,7 @@ def test_requests_of_one_moment_share_a_step(make_fleet: MakeFleet) -> None:
 
 def test_replica_may_be_slower_than_the_others(make_fleet: MakeFleet) -> None:
     loop, fleet = make_fleet(0)
-    fleet.add_replica(cost=COST.times(3))
+    fleet.add_replica(cost=SLOW)
     run_all(loop, fleet, prompts([1]))
     assert fleet.records["request-0"].ttft == pytest.approx(3 * (0.01 + 16 * 0.001 + 0.0001))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,20 +11,21 @@ import pytest
 from app.router.index import ReplicaIndex
 from app.simulation.news import NewsTimes
 from app.simulation.requests import at_rate
-from app.simulation.routing import Setup, figures_of, ideal_hit_ratio, replay, router_makers, setup_for
+from app.simulation.routing import RoutingSetup, figures_of, ideal_hit_ratio, replay, router_makers, setup_for
 from engine import EngineRequest
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from tests.app.simulation.conftest import MakeFleet, check_ended, prompts, run_all
 
 FRACTION = 0.25
 OTHERS = ("round_robin", "power_of_two", "least_loaded", "session_hashing")
 
 
-def scaled(cut: list[EngineRequest], load: float, **settings: Any) -> tuple[list[EngineRequest], Setup]:
+def scaled(cut: list[EngineRequest], load: float, **settings: Any) -> tuple[list[EngineRequest], RoutingSetup]:
     setup = setup_for(cut, cache_fraction=FRACTION, **settings)
     return at_rate(cut, load * setup.num_replicas * setup.prefill_rate), setup
 
 
-def results(requests: list[EngineRequest], setup: Setup, *names: str) -> dict[str, dict[str, Any]]:
+def results(requests: list[EngineRequest], setup: RoutingSetup, *names: str) -> dict[str, dict[str, Any]]:
     makers = router_makers(requests, setup)
     found = {}
     for name in names or makers:
@@ -55,9 +57,11 @@ def test_several_ingresses_do_nearly_as_well_as_one(cut: list[EngineRequest]) ->
     assert found["prefix_cache"]["ttft_p99"] < found["least_loaded"]["ttft_p99"]
 
 
-def test_same_seed_gives_the_same_figures(cut: list[EngineRequest]) -> None:
-    requests, setup = scaled(cut[:200], 0.8, num_replicas=4, num_ingresses=2)
-    assert results(requests, setup) == results(requests, setup)
+def test_requests_that_can_never_run_are_told() -> None:
+    requests = prompts([1], [2], at=[0.0, 5.0])
+    nobody = replace(setup_for(requests, num_replicas=1, cache_fraction=1.0), num_replicas=0)
+    with pytest.raises(RuntimeError, match="2 requests can never run"):
+        replay(requests, nobody, router_makers(requests, nobody)["prefix_cache"])
 
 
 def test_ideal_is_one_cache_that_all_share() -> None:
@@ -66,6 +70,18 @@ def test_ideal_is_one_cache_that_all_share() -> None:
     assert ideal_hit_ratio(requests, 64) == pytest.approx(2 / 9)
     assert ideal_hit_ratio(requests + prompts([1, 2, 3]), 64) == pytest.approx(4 / 12)
     assert ideal_hit_ratio(requests + prompts([1, 2, 3]), 3) == pytest.approx(2 / 12)  # evicted
+
+
+def test_ideal_cache_keeps_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[KVCacheManager] = []
+
+    def noted(*args: Any, **kwargs: Any) -> KVCacheManager:
+        caches.append(KVCacheManager(*args, **kwargs))
+        return caches[-1]
+
+    monkeypatch.setattr("app.simulation.routing.KVCacheManager", noted)
+    ideal_hit_ratio(prompts([1, 2, 3], [1, 2, 4]), 64)
+    assert [cache.take_events() for cache in caches] == [[]]
 
 
 def test_blocks_are_raised_to_what_the_longest_request_needs(cut: list[EngineRequest]) -> None:

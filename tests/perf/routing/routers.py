@@ -1,17 +1,18 @@
 """What the product's router is compared with: its transport and its bookkeeping, and another order of the replicas.
 
-As `app.simulation.routers` has them; here Ray calls them.
+The orders are those of `app.simulation.routers`; here Ray asks for them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ray.serve.request_router import PendingRequest, RunningReplica
 
 from app.router.router import PrefixCacheRouter
+from app.simulation.routers import fewer_of_two, fewest_first, first_turn, rendezvous, rotated, session_key
 from engine.request import EngineRequest
 
 Ongoing = Callable[[str], int]
@@ -19,6 +20,10 @@ Ongoing = Callable[[str], int]
 
 
 class _OrderedRouter(PrefixCacheRouter):
+    def initialize_state(self, **settings: Any) -> None:
+        super().initialize_state(**settings)
+        self._random = random.Random()
+
     def _choose(self, candidates: list[RunningReplica], pending: PendingRequest) -> list[list[RunningReplica]]:
         ranks = super()._choose(candidates, pending)
         if len(ranks) < 2:
@@ -32,7 +37,7 @@ class _OrderedRouter(PrefixCacheRouter):
             counted = len(requests) if replica_id == preferred else 0
             return index._replicas[replica_id].requests - counted
 
-        order = self._order(sorted(replicas), requests[0].block_hashes, ongoing)
+        order = self._order(list(replicas), requests[0].block_hashes, ongoing)
         index.assign(requests[0].request_id, order[0])
         return [[replicas[each]] for each in order]
 
@@ -44,37 +49,34 @@ class _OrderedRouter(PrefixCacheRouter):
 class RoundRobinRouter(_OrderedRouter):
     """One after another."""
 
-    _turn = 0
+    def initialize_state(self, **settings: Any) -> None:
+        super().initialize_state(**settings)
+        self._turn = first_turn(self._random)
 
     def _order(self, replica_ids: list[str], block_hashes: Sequence[bytes], ongoing: Ongoing) -> list[str]:
-        turn = self._turn % len(replica_ids)
         self._turn += 1
-        return replica_ids[turn:] + replica_ids[:turn]
+        return rotated(replica_ids, self._turn - 1)
 
 
 class LeastLoadedRouter(_OrderedRouter):
-    """The replica with the fewest ongoing requests; equal ones in random order."""
+    """The replica with the fewest ongoing requests."""
 
     def _order(self, replica_ids: list[str], block_hashes: Sequence[bytes], ongoing: Ongoing) -> list[str]:
-        return sorted(random.sample(replica_ids, len(replica_ids)), key=ongoing)
+        return fewest_first(replica_ids, ongoing, self._random)
 
 
 class PowerOfTwoRouter(_OrderedRouter):
-    """Of two random replicas the one with fewer ongoing requests (Mitzenmacher 2001), as Ray Serve does by default."""
+    """Of two random replicas the one with fewer ongoing requests."""
 
     def _order(self, replica_ids: list[str], block_hashes: Sequence[bytes], ongoing: Ongoing) -> list[str]:
-        return sorted(random.sample(replica_ids, 2), key=ongoing)
+        return fewer_of_two(replica_ids, ongoing, self._random)
 
 
 class SessionHashingRouter(_OrderedRouter):
-    """The same replica for all prompts of a session, by rendezvous hashing (Thaler and Ravishankar 1998).
-
-    The second block of a prompt stands for its session: in Mooncake's traces all have the first one in common.
-    """
+    """The same replica for all prompts of a session. In Mooncake's traces all have the first block in common."""
 
     def _order(self, replica_ids: list[str], block_hashes: Sequence[bytes], ongoing: Ongoing) -> list[str]:
-        key = b"".join(block_hashes[:2][-1:])
-        return sorted(replica_ids, key=lambda each: hashlib.sha256(key + each.encode()).digest(), reverse=True)
+        return rendezvous(session_key(block_hashes, block_hashes[:1]), replica_ids)
 
 
 _HERE = "tests.perf.routing.routers"

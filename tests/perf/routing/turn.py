@@ -18,7 +18,7 @@ from app.cli.bench.load import run_load
 from app.config import ServiceConfig
 from app.main import application
 from app.simulation.requests import BLOCK_SIZE
-from app.simulation.routing import Setup
+from app.simulation.routing import RoutingSetup
 from engine import EngineRequest
 from tests.perf.routing.routers import ROUTERS
 
@@ -62,7 +62,7 @@ class Turn:
 
 
 @contextmanager
-def fleet(router: str, model: Path, setup: Setup) -> Iterator[None]:
+def fleet(router: str, model: Path, setup: RoutingSetup) -> Iterator[None]:
     """An application of cold replicas behind one of ROUTERS, on the Serve that runs in this process."""
     config = ServiceConfig.model_validate(
         {
@@ -102,7 +102,7 @@ def fleet(router: str, model: Path, setup: Setup) -> Iterator[None]:
         serve.delete(APP)
 
 
-async def replay(requests: Sequence[EngineRequest], setup: Setup, serve_url: str) -> Turn:
+async def replay(requests: Sequence[EngineRequest], setup: RoutingSetup, serve_url: str) -> Turn:
     """Sends the requests to a fleet at their arrival times.
 
     Raises:
