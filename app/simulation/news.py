@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from app.ingress_session import QUIET_PERIOD_S
 from app.simulation.event_loop import EventLoop
-from app.transport import StreamItem, gathering_s
-from engine import CoreStep, EngineLoad, EngineOutput, KVEvent
+from app.stream_buffer import QUIET_PERIOD_S, StreamBuffer
+from app.transport import StreamItem
+from engine import CoreStep, EngineLoad, EngineOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,64 +38,40 @@ class NewsStream:
         self, loop: EventLoop, times: NewsTimes, deliver: Callable[[StreamItem], object], load: EngineLoad
     ) -> None:
         self._loop = loop
-        self._times = times
+        self._delay_s = times.delay_s
         self._deliver = deliver
-        self._load = load
-        self._outputs: list[EngineOutput] = []
-        self._kv_events: list[KVEvent] = []
-        self._kv_seq = 0
-        self._unknown: deque[tuple[int, str]] = deque()
+        self._buffer = StreamBuffer(load, 0, loop.now, gather_s=times.gather_s, quiet_s=times.quiet_s)
         self._silent: set[str] = set()
         self._num_calls = 0
-        self._is_urgent = False
-        self._sent_at = loop.now
-        self._timer = math.inf
         self._send()
 
     def note_submitted(self, number: int, request_id: str) -> None:
-        """A request of this ingress is the core's number-th."""
-        self._unknown.append((number, request_id))
+        """A request of this ingress, a call of its own, is the core's number-th."""
+        self._buffer.note_submitted(request_id, number)
         self._silent.add(request_id)
         self._num_calls += 1
 
     def take(self, output: EngineOutput) -> None:
         """Puts an output of this ingress's requests on the stream."""
-        self._outputs.append(output)
-        if output.finished or output.request_id in self._silent:
-            self._silent.discard(output.request_id)
-            self._is_urgent = True
+        self._buffer.take(output, self._silent)
         if output.finished:
             self._num_calls -= 1
 
     def after_step(self, step: CoreStep) -> None:
         """Takes in what a step gave, once its outputs were taken."""
-        self._kv_events.extend(step.kv_events)
-        self._load = step.load
-        if self._is_urgent:
+        due = self._buffer.after_step(step, self._num_calls, self._loop.now)
+        if due is None:
+            return
+        if due <= self._loop.now:
             self._send()
-        elif self._outputs:
-            self._send_at(self._sent_at + gathering_s(self._num_calls, self._times.gather_s))
         else:
-            self._send_at(self._loop.now + self._times.quiet_s)
+            self._loop.at(due, partial(self._send_if_due, due))
 
-    def _send_at(self, when: float) -> None:
-        if when <= self._loop.now:
-            self._send()
-        elif when < self._timer:
-            self._timer = when
-            self._loop.at(when, partial(self._send_if_due, when))
-
-    def _send_if_due(self, when: float) -> None:
+    def _send_if_due(self, due: float) -> None:
         """Of a timer that was replaced, or whose items were sent, nothing is due."""
-        if when == self._timer:
+        if due == self._buffer.due:
             self._send()
 
     def _send(self) -> None:
-        known = []
-        while self._unknown and self._unknown[0][0] <= self._load.received:
-            known.append(self._unknown.popleft()[1])
-        item = StreamItem(self._outputs, self._kv_seq, self._kv_events, self._load, known)
-        self._kv_seq += len(self._kv_events)
-        self._outputs, self._kv_events = [], []
-        self._is_urgent, self._sent_at, self._timer = False, self._loop.now, math.inf
-        self._loop.at(self._loop.now + self._times.delay_s, partial(self._deliver, item))
+        item = self._buffer.take_item(self._loop.now)
+        self._loop.at(self._loop.now + self._delay_s, partial(self._deliver, item))

@@ -53,10 +53,10 @@ def test_news_arrive_a_constant_time_after_the_step(make_fleet: MakeFleet) -> No
     times = [time for time, _ in listener.heard]
     assert times == pytest.approx([0.5, 0.5 + STEP, 0.5 + STEP + DECODE])
     opening, first, last = (item for _, item in listener.heard)
-    assert (opening.outputs, opening.load.received, opening.known) == ([], 0, [])
-    assert (first.load.running, first.load.received, first.known) == (1, 1, ["request-0"])
+    assert (opening.outputs, opening.load.received, opening.known) == ([], 0, ())
+    assert (first.load.running, first.load.received, first.known) == (1, 1, ("request-0",))
     assert [output.finished for output in (*first.outputs, *last.outputs)] == [False, True]
-    assert (last.load.running, last.known) == (0, [])
+    assert (last.load.running, last.known) == (0, ())
 
 
 def test_kv_events_are_numbered_without_gaps(make_fleet: MakeFleet) -> None:
@@ -98,3 +98,12 @@ def test_tokens_of_many_requests_are_gathered(make_fleet: MakeFleet) -> None:
 
     assert heard(1) == 1 + 50  # the opening, and one a step
     assert heard(20) == 1 + 1 + 2 + 1  # the first tokens, what came within 20 ms twice, and the last tokens
+
+
+def test_tokens_are_not_gathered_once_the_many_requests_have_ended(make_fleet: MakeFleet) -> None:
+    cost, news = StepCost(0.001, 0.0, 0.0), NewsTimes(delay_s=0.0, gather_s=0.02)
+    loop, fleet, (listener,) = listening(make_fleet, 1, news, cost=cost, blocks=128)
+    run_all(loop, fleet, prompts(*([index] for index in range(21)), at=[0.0] * 20 + [10.0], output=50))
+    last = [output for time, item in listener.heard if time >= 10.0 for output in item.outputs]
+    assert {output.request_id for output in last} == {"request-20"}
+    assert sum(time >= 10.0 for time, _ in listener.heard) == 50  # one a step

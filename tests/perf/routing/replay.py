@@ -39,13 +39,13 @@ CUT = Path(__file__).parents[2] / "data" / "mooncake_cut.jsonl"
 MODEL_SIZES = {
     "hidden_size": 384,
     "intermediate_size": 1024,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 16,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 8192,
 }
-"""Its layers have an eighth of the weights of the demo model's."""
+"""Its layers have a quarter of the weights of the demo model's."""
 
 Figures = dict[str, float]
 
