@@ -72,7 +72,7 @@ class Goals:
         downscale_delay_s: how long a replica must not have been needed before it goes.
         max_num_seqs, max_num_batched_tokens, block_size: the engine's.
         window_s: of the replicas' rates; latencies are believed only so long after the number of replicas changed.
-        mean_s: the memory of the demand's mean; that of its variance is downscale_delay_s.
+        mean_s: the memory of the demand's mean, unless downscale_delay_s is shorter, which is that of its variance.
     """
 
     max_num_seqs: int
@@ -133,13 +133,17 @@ class Usual(NamedTuple):
     def after(self, demand: float, now: float, *, mean_s: float, variance_s: float) -> Usual:
         """With what has been demanded since the last time. The first demand is the mean, without a variance."""
         seconds = max(0.0, now - self.at)
-        mean = self.mean - math.expm1(-seconds / mean_s) * (demand - self.mean)
-        variance = self.variance - math.expm1(-seconds / variance_s) * ((demand - mean) ** 2 - self.variance)
+        mean = self.mean + _share_of_new(seconds, mean_s) * (demand - self.mean)
+        variance = self.variance + _share_of_new(seconds, variance_s) * ((demand - mean) ** 2 - self.variance)
         return Usual(mean, variance, now)
 
     @property
     def expected(self) -> float:
         return self.mean + DEVIATIONS * math.sqrt(self.variance)
+
+
+def _share_of_new(seconds: float, memory_s: float) -> float:
+    return -math.expm1(-seconds / memory_s) if memory_s else 1.0
 
 
 class State(NamedTuple):
@@ -265,8 +269,8 @@ def decide(fleet: Fleet, goals: Goals, state: State, now: float) -> Decision:
     speed = measured_speed(fleet.stats, goals.max_num_seqs, goals.max_num_batched_tokens, state.speed)
     most = max(demands(fleet, goals, speed))
     demand = min(most.replicas, high)
-    variance_s = max(goals.downscale_delay_s, goals.mean_s)
-    usual = state.usual.after(demand, now, mean_s=goals.mean_s, variance_s=variance_s)
+    variance_s = goals.downscale_delay_s
+    usual = state.usual.after(demand, now, mean_s=min(goals.mean_s, variance_s), variance_s=variance_s)
     expected = min(usual.expected, high)
     is_idle = not fleet.queued and not any(s.active for s in fleet.stats)
     busy = max(demand, expected / goals.target_utilization)

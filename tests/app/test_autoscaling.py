@@ -230,6 +230,15 @@ def test_fewer_replicas_stay_only_if_they_would_have_room() -> None:
     assert clock.changes == []
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 2.0])
+def test_a_short_delay_is_not_outlasted_by_the_memory_of_a_burst(delay_s: float) -> None:
+    clock = Clock(goals=replace(GOALS, downscale_delay_s=delay_s))
+    clock.share(20, token_rate=80_000)
+    assert clock.target == 10
+    clock.share(20, token_rate=1000)
+    assert clock.target == 1
+
+
 def test_without_requests_the_last_replica_goes_and_with_one_it_comes_back() -> None:
     clock = Clock(target=3, min_replicas=0)
     for _ in range(62):
